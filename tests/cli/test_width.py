@@ -104,8 +104,9 @@ def made_plan() -> Plan:
     work = Workload(
         unit="tokens", parameters=600_000_000, trained=600_000_000, buffer_bytes=0, copies=0, optimizer_copies=2,
         averaged=False, activation_bytes=1e5, flops=6e9, half=True, exchange_bytes=2_400_000_000, exchange_every=1,
-        traffic=2, sharded=False, units_per_step=250_000.0, samples_per_step=9_000.0, steps_per_epoch=5_000.0,
-        micro_batch=None, samples=45_000_000, data_bytes=5_000_000_000, valid_samples=0, test_samples=0, exact=True,
+        exchange_background=0.0, traffic=2, sharded=False, units_per_step=250_000.0, samples_per_step=9_000.0,
+        steps_per_epoch=5_000.0, micro_batch=None, samples=45_000_000, data_bytes=5_000_000_000, valid_samples=0,
+        test_samples=0, exact=True,
     )  # fmt: skip
     goal, speed = (
         Goal(100_000, None, 1.0, None, 0, 24.5, None, None),

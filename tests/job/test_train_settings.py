@@ -131,6 +131,14 @@ WHOLE = "must be a whole number of epochs; the next phase changes the batch or t
 @pytest.mark.parametrize(
     ("fields", "refusal"),
     [
+        (
+            {"exchange": {"local": {"every": "20 steps", "fragments": 3}}},
+            "exchange.local.fragments: must divide the 20 steps of every",
+        ),
+        (
+            {"exchange": {"local": {"every": "20 steps", "fragments": 4, "overlap": "5 steps"}}},
+            "exchange.local.overlap: must be shorter than the 5 steps from one exchange to the next",
+        ),
         ({"schedule": phases()}, "schedule.phases: must have at least one phase"),
         ({"schedule": phases({"until": "3 epochs"}, {"until": "90 steps"})}, f"schedule.phases.1.until: {UNITS}"),
         ({"schedule": phases({"until": "3 min"})}, f"schedule.phases.0.until: {UNITS}"),

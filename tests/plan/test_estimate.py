@@ -31,8 +31,9 @@ from parts.runs import recipe_job
 WORK = Workload(
     unit="tokens", parameters=10_000_000, trained=10_000_000, buffer_bytes=0, copies=0, optimizer_copies=2,
     averaged=False, activation_bytes=1000.0, flops=6e7, half=False, exchange_bytes=40_000_000, exchange_every=1,
-    traffic=2, sharded=False, units_per_step=1000.0, samples_per_step=50.0, steps_per_epoch=100.0, micro_batch=None,
-    samples=5000, data_bytes=500_000, valid_samples=0, test_samples=0, exact=True,
+    exchange_background=0.0, traffic=2, sharded=False, units_per_step=1000.0, samples_per_step=50.0,
+    steps_per_epoch=100.0, micro_batch=None, samples=5000, data_bytes=500_000, valid_samples=0, test_samples=0,
+    exact=True,
 )  # fmt: skip
 GOAL = Goal(1000, None, 1.0, None, 0, None, None, None)
 SPEED = Speed("made up", "cpu", 0.0, 0.001, 0.0, 0.0, 0.0)
@@ -121,6 +122,12 @@ def test_sharding_divides_the_state_among_workers_and_sends_more() -> None:
 
 def test_an_exchange_every_twenty_steps_sends_a_twentieth() -> None:
     assert on(2, SLOW, replace(WORK, exchange_every=20)).exchange_seconds == pytest.approx(4.0 / 20)
+
+
+def test_an_exchange_beside_further_steps_costs_only_what_they_do_not_hide() -> None:
+    """Twenty steps of half a second, and 4 s to send: five steps hide 2.5 of them, ten hide all."""
+    beside = [on(2, SLOW, replace(WORK, exchange_every=20, exchange_background=share)) for share in (0.25, 0.5)]
+    assert [one.exchange_seconds for one in beside] == pytest.approx([1.5 / 20, 0.0])
 
 
 def test_what_a_step_costs_besides_its_units_does_not_shrink() -> None:

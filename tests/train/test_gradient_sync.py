@@ -15,7 +15,7 @@ from workers import losses
 from packtrain.run.checkpoint import committed, fetch
 from packtrain.run.run import Run
 from packtrain.store import Store
-from packtrain.train.gradient_sync import LocalSync, LocalSyncSettings
+from packtrain.train.gradient_sync import LocalSync, LocalSyncSettings, fragments_of
 from packtrain.train.precision import FIRST_LOSS_SCALE
 from packtrain.train.recorder import Clock
 from packtrain.train.state import MODEL_FILE, STATE_FILE, load_weights
@@ -171,6 +171,9 @@ def test_optimizer_states_of_other_workers_leave_the_device_as_they_arrive() -> 
             return self._name
 
     class TwoRanks(World):
+        def new_channel(self) -> None:
+            """None: nothing is sent."""
+
         def gather_tensor(self, values: Any) -> list[Any]:
             seen.append(f"gather {values}")
             return [Row(f"{values}{rank}") for rank in range(2)]
@@ -212,8 +215,36 @@ def test_the_outer_step_of_local_steps_uses_nesterov_momentum(forker: WorkerFork
         assert after == pytest.approx(before - 0.7 * (change + 0.9 * momentum), rel=1e-5, abs=1e-7)
 
 
+OVERLAPPED: dict[str, Any] = {"every": "4 steps", "overlap": "2 steps", "rate": 1.0, "momentum": 0.0}
+
+
+def test_steps_beside_an_exchange_count_once_and_after_it(forker: WorkerForker) -> None:
+    """Step 6 has the mean of steps 1 to 4, and this rank's steps 5 and 6 on top of it; the last step has the rest."""
+    first, second = forker.succeed("overlapped_values", 2, settings=OVERLAPPED, steps=7)
+    assert first["common"] == second["common"] == first["evaluated"]
+    for rank, own in ((first, first["own"]), (second, second["own"])):
+        mean_of_four = (first["own"][3] + second["own"][3]) / 2
+        assert rank["common"][3:6] == pytest.approx([first["common"][0]] * 2 + [mean_of_four])
+        assert own[5] - rank["before"][5] == pytest.approx(mean_of_four - own[3], abs=1e-6)
+        assert rank["common"][6] == own[6] == pytest.approx((first["before"][6] + second["before"][6]) / 2)
+
+
+def test_evaluations_and_saves_wait_until_an_exchange_is_applied(training: Training) -> None:
+    sections = {"evaluate": {"every": "1 steps"}, "checkpoint": {"every": "1 steps", "keep_last": 10}}
+    run = training.run(2, sections, exchange={"local": OVERLAPPED}, ema=0.9, duration="11 steps")
+    assert [point.step for point in run.metrics() if point.kind == "valid"] == [6, 10, 11]
+    saved = committed(run)[-1]
+    assert {"worker.safetensors", "worker-1.safetensors"} <= {file.name for file in saved.files}
+
+
+def test_fragments_are_as_equal_as_tensors_allow() -> None:
+    assert fragments_of([5, 1, 9, 3, 4], 2) == [(2, 3), (0, 1, 4)]
+    assert fragments_of([7], 3) == [(0,), (), ()]
+
+
 def test_per_worker_optimizer_state_of_two_workers_resumes_on_three(training: Training) -> None:
-    run = tiny_run(training.store, tiny_job(train={"exchange": {"local": {"every": "2 steps"}}}))
+    exchange = {"local": {"every": "2 steps", "overlap": "1 steps", "compress": "int8"}}
+    run = tiny_run(training.store, tiny_job(train={"exchange": exchange}))
     training.resume(run, 2, stop_at=4)
     assert {file.name for file in committed(run)[-1].files} >= {"optimizer.safetensors", "optimizer-1.safetensors"}
     training.resume(run, 3, generation=2)
@@ -253,6 +284,7 @@ def test_a_bad_sample_is_named_by_every_worker_and_never_saved(
         ({"ddp": {"compress": "bf16"}}, 98, 98.0),
         ({"fsdp": {}}, 196, 294.0),
         ({"local": {"every": "4 steps"}}, 196, 49.0),
+        ({"local": {"every": "4 steps", "overlap": "3 steps", "compress": "int8"}}, 50, 12.5),
     ],
 )
 def test_each_exchange_knows_how_much_it_sends(

@@ -627,7 +627,10 @@ def test_the_trainer_chooses_the_save_interval_if_it_is_auto(
 
 WAYS_TO_EXCHANGE: dict[str, list[dict[str, Any]]] = {
     "ddp": [{}, {"compress": "fp16"}, {"compress": "bf16"}],
-    "local": [{"every": "4 steps"}],
+    "local": [
+        {"every": "4 steps"},
+        {"every": "4 steps", "overlap": "1 steps", "compress": "int8", "fragments": 2},
+    ],
     "fsdp": [{}],
 }
 KINDS: dict[str, dict[str, Any]] = {

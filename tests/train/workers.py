@@ -26,6 +26,7 @@ from packtrain.run.run import Run
 from packtrain.store import open_store
 from packtrain.train import engine as engine_module
 from packtrain.train import watchdog
+from packtrain.train.averaging import ENCODINGS, Averaging
 from packtrain.train.control import Control, StopSignal
 from packtrain.train.engine import Engine
 from packtrain.train.evaluator import evaluate
@@ -423,9 +424,9 @@ def hang(store: str, run: str, control: str, at: int, deaf: bool = False) -> Non
 # Local steps, seen from inside.
 
 
-def _local_engine(every: int) -> tuple[Engine, World, Plain]:
+def _local_engine(every: int, **settings: Any) -> tuple[Engine, World, Plain]:
     world = here()
-    job = tiny_job(train={"exchange": {"local": {"every": f"{every} steps"}}})
+    job = tiny_job(train={"exchange": {"local": {"every": f"{every} steps", **settings}}})
     recipe = Plain(job)
     return Engine(recipe, job.train, world), world, recipe
 
@@ -471,6 +472,43 @@ def sync_values() -> list[tuple[float, float, float, float, float]]:
         seen.append((before, inner[-1], after, momentum, float(sync.state()["out.weight"][0, 0])))
     world.leave()
     return seen
+
+
+def overlapped_values(settings: dict[str, Any], steps: int) -> dict[str, list[float]]:
+    """One weight in each step: before the sync, after it, as all ranks have it in common, and as it is evaluated."""
+    engine, world, recipe = _local_engine(**{**settings, "every": int(settings["every"].split()[0])})
+    sync, after_update = engine.gradient_sync, engine.gradient_sync.after_update
+    seen: dict[str, list[float]] = {"before": [], "own": [], "common": [], "evaluated": []}
+
+    def look(name: str, weights: dict[str, Tensor]) -> None:
+        seen[name].append(float(weights["out.weight"][0, 0]))
+
+    def watched(made: int, last: bool) -> None:
+        look("before", engine.model.state_dict())
+        after_update(made, last)
+        look("own", engine.model.state_dict())
+        look("common", sync.common())
+        look("evaluated", engine.evaluation_model().state_dict())
+
+    sync.after_update = watched  # type: ignore[method-assign]
+    for number in range(steps):
+        _make_step(engine, world, recipe, number, number + 1 == steps)
+    world.leave()
+    return seen
+
+
+def average(compress: str, size: int, rounds: int) -> list[list[float]]:
+    """The sums of a vector's means over some rounds, in which each rank adds what rounding took from the last one."""
+    world = here()
+    channel = world.new_channel()
+    own = torch.linspace(-1, 1, size) ** 3 * (1 + world.rank)
+    rounded, total = torch.zeros(size), torch.zeros(size)
+    for _ in range(rounds):
+        mean, error = Averaging(own + rounded, ENCODINGS[compress], world, channel).finish()
+        rounded = torch.zeros(size) if error is None else error
+        total += mean
+    world.leave()
+    return [(total / rounds).tolist(), mean.tolist()]
 
 
 # Sharded weights, seen from inside.

@@ -251,19 +251,23 @@ class ExchangeKind(Part):
     """How the workers keep their weights equal.
 
     `syncs_every_step`: all ranks have the same weights after every step, and reach a bad loss together.
-    `shards_model`: a rank holds a part of the weights, so that every forward pass is a collective. `copies` is how many
-    more copies of the weights a rank holds; `traffic` how many times all gradients or weights pass each link in a sync.
+    `shards_model`: a rank holds a part of the weights, so that every forward pass is a collective. `traffic` is how
+    many times all gradients or weights pass each link in a sync.
     """
 
     syncs_every_step: ClassVar[bool] = True
     shards_model: ClassVar[bool] = False
-    copies: ClassVar[int] = 0
     traffic: ClassVar[int] = 2
 
     @property
-    def bytes_per_weight(self) -> int:
+    def copies(self) -> int:
+        """The number of further copies of the weights that a rank holds."""
+        return 0
+
+    @property
+    def bytes_per_weight(self) -> float:
         """The bytes that a sync sends for each weight."""
-        return 4
+        return 4.0
 
     @property
     def whole_gradients(self) -> bool:
@@ -274,6 +278,11 @@ class ExchangeKind(Part):
     def interval(self) -> int:
         """The number of steps from one sync to the next."""
         return 1
+
+    @property
+    def background(self) -> float:
+        """The share of the steps that are made while a sync of earlier ones proceeds."""
+        return 0.0
 
     @property
     def lighter(self) -> str:

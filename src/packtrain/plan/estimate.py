@@ -4,7 +4,7 @@ A step of one worker: its part of the batch is computed, gradients are exchanged
 computing, and the next batch has to be loaded by then.
 
     compute   fixed + seconds per unit x units of the batch / workers
-    exchange  bytes on each link / its speed, minus what overlaps with the backward pass
+    exchange  bytes on each link / its speed, minus what overlaps with the backward pass, or with further steps
     step      compute + exchange, or the time to load a batch if that is longer
 """
 
@@ -38,8 +38,8 @@ class Workload:
 
     `copies` are further copies of all weights on each worker; `optimizer_copies` those of the weights that learn, which
     a checkpoint has, too. `traffic` is how many times an exchange moves `exchange_bytes`; it happens every
-    `exchange_every` steps. `exact`: the data is packed, so nothing about it is extrapolated. `whole_gradients`: those
-    of a sharded model are whole until the last micro-batch.
+    `exchange_every` steps, of which the share `exchange_background` is made meanwhile. `exact`: the data is packed, so
+    nothing about it is extrapolated. `whole_gradients`: those of a sharded model are whole until the last micro-batch.
     """
 
     unit: str
@@ -54,6 +54,7 @@ class Workload:
     half: bool
     exchange_bytes: int
     exchange_every: int
+    exchange_background: float
     traffic: int
     sharded: bool
     units_per_step: float
@@ -250,26 +251,35 @@ def _limit(fits: bool, compute: float, exchange: float, data: float) -> Limit:
 
 
 def _tail(work: Workload, sent: float) -> float:
-    """Return the bytes that are sent when all gradients are computed: the last bucket of ddp, everything of others."""
+    """Return the bytes that are sent while nothing can be computed: the last bucket of ddp, else all or nothing."""
+    if work.exchange_background:
+        return 0.0
     overlaps = work.exchange_every == 1 and not work.sharded
     last = min(1.0, _BUCKET_BYTES / max(1, work.exchange_bytes)) if overlaps else 1.0
     return sent * last
+
+
+def _hidden(work: Workload, speed: Speed, compute: float) -> float:
+    """Return the seconds of each step, on average, in which the rest can be sent."""
+    if work.exchange_background:
+        return work.exchange_background * compute
+    # A core that sends does not compute: without a GPU nothing is gained by doing both at once.
+    return _BACKWARD * compute if speed.kind == "gpu" else 0.0
 
 
 def _exposed(work: Workload, speed: Speed, compute: float, sent: float, link: Link, ranks: int) -> float:
     if ranks < 2:
         return 0.0
     tail, rate = _tail(work, sent), link.bytes_per_second
-    # A core that sends does not compute: without a GPU nothing is gained by doing both at once.
-    hidden = _BACKWARD * compute if speed.kind == "gpu" else 0.0
+    rest = max(0.0, (sent - tail) / rate - _hidden(work, speed, compute))
     messages = max(1.0, work.exchange_bytes / _BUCKET_BYTES) / work.exchange_every
-    return tail / rate + max(0.0, (sent - tail) / rate - hidden) + 2 * link.latency_seconds * (1 + messages)
+    return tail / rate + rest + 2 * link.latency_seconds * (1 + messages)
 
 
 def _needed(work: Workload, speed: Speed, compute: float, sent: float) -> float:
     """Return the bytes per second of a link with which communication takes a tenth of a step."""
     allowed = compute * _EXPOSED / (1 - _EXPOSED)
-    hidden = _BACKWARD * compute if speed.kind == "gpu" else 0.0
+    hidden = _hidden(work, speed, compute)
     return max(_tail(work, sent) / allowed, sent / (allowed + hidden)) if allowed > 0 else 0.0
 
 

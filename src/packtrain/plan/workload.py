@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from contextlib import ExitStack, suppress
 from dataclasses import dataclass
@@ -70,8 +71,9 @@ def workload_of(train: TrainSettings, unit: str, model: ModelSize, data: DataSiz
         activation_bytes=model.checkpointed_bytes if train.activation_checkpointing else model.activation_bytes,
         flops=model.flops + (model.block_flops if train.activation_checkpointing else 0.0),
         half=train.precision in ("bf16", "fp16") or (train.precision == "auto" and on_gpu),
-        exchange_bytes=exchange.bytes_per_weight * model.trained,
+        exchange_bytes=math.ceil(exchange.bytes_per_weight * model.trained),
         exchange_every=exchange.interval,
+        exchange_background=exchange.background,
         traffic=exchange.traffic,
         sharded=exchange.shards_model,
         whole_gradients=exchange.whole_gradients,

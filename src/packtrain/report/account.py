@@ -25,6 +25,7 @@ _FILES = {
     "ema.safetensors": "the moving average of the weights, which is evaluated and exported",
     "optimizer.safetensors": "the optimizer's state, to resume",
     "gradient_sync.safetensors": "the state of the exchange, to resume",
+    "worker.safetensors": "the weights of a worker between two exchanges, to resume",
     "state.json": "progress, versions and what the weights belong to",
 }
 _WITHIN = 0.2  # a forecast that is closer is called right

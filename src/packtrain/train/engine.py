@@ -222,9 +222,10 @@ class Engine:
             raise NonFinite(f"the {'loss' if infinite or wrong else 'gradient'} of step {step} is not finite")
 
     def _update_ema(self, step: int, last: bool) -> None:
-        """Update the EMA where all ranks have the same weights."""
-        if self.ema is not None and (self.gradient_sync.is_common(step + 1) or last):
-            self.ema.update(step, self.gradient_sync.steps_since_common(step))
+        """Update the EMA where all ranks have weights in common."""
+        sync = self.gradient_sync
+        if self.ema is not None and (sync.is_common(step + 1) or last):
+            self.ema.update(step, sync.steps_since_common(step), sync.common)
 
     def loss_of(self, model: nn.Module, batch: Batch) -> float:
         """Return the loss of a batch, to find out what is wrong with it. Nothing is communicated or changed."""
@@ -257,13 +258,18 @@ class Ema:
         self._pairs: tuple[list[Tensor], list[Tensor]] | None = None
         self._statistics: list[tuple[list[Tensor], list[Tensor]]] = []
 
-    def update(self, step: int, steps: int = 1) -> None:
-        """Add the weights as they are after step number `step`; `steps` were made since the last update."""
+    def update(self, step: int, steps: int = 1, common: Callable[[], Mapping[str, Tensor]] = dict) -> None:
+        """Add the weights as they are after step number `step`; `steps` were made since the last update.
+
+        `common` returns those that are added instead of the model's own.
+        """
         # With local steps, one update stands for several.
         decay = min(self._decay, (step + 1) / (step + 10)) ** steps
         # Collected once, which takes a while, and not before the first step: by then fsdp has sharded the weights.
         if self._pairs is None:
-            self._pairs = list(self.model.parameters()), list(self._source.parameters())
+            shared = common()
+            weights = [shared.get(name, parameter) for name, parameter in self._source.named_parameters()]
+            self._pairs = list(self.model.parameters()), weights
             self._statistics = _by_dtype(list(self.model.buffers()), list(self._source.buffers()))
         averages, weights = self._pairs
         with torch.no_grad():

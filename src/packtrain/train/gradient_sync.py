@@ -9,14 +9,16 @@ from __future__ import annotations
 
 import copy
 import inspect
+import math
 from abc import ABC
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Literal, cast
 
 from packtrain.job.job import TrainSettings
 from packtrain.job.kinds import ExchangeKind
-from packtrain.job.part import Fraction, Location, Positive, Steps
+from packtrain.job.part import Fraction, Location, Ordinal, Positive, Steps
 from packtrain.run.checkpoint import CorruptCheckpoint
 
 if TYPE_CHECKING:
@@ -25,6 +27,7 @@ if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
     from torch.distributed.fsdp import FSDPModule
 
+    from packtrain.train.averaging import Averaging
     from packtrain.train.precision import Precision
     from packtrain.train.recorder import Clock
     from packtrain.train.world import World
@@ -38,8 +41,8 @@ class DdpSettings(ExchangeKind):
     compress: Literal["no", "fp16", "bf16"] = "no"
 
     @property
-    def bytes_per_weight(self) -> int:
-        return 4 if self.compress == "no" else 2
+    def bytes_per_weight(self) -> float:
+        return 4.0 if self.compress == "no" else 2.0
 
     @property
     def lighter(self) -> str:
@@ -56,19 +59,61 @@ class DdpSettings(ExchangeKind):
         return NoSync(model, world, clock) if world.num_ranks == 1 else DdpSync(self, model, world, clock)
 
 
+INT8_BLOCK = 256  # numbers that share a scale of 32 bits
+
+
 class LocalSyncSettings(ExchangeKind):
-    """Every worker steps by itself; at a fixed interval their changes are averaged and applied with momentum."""
+    """Every worker steps by itself; at a fixed interval their changes are averaged and applied with momentum.
+
+    `fragments` of the weights take turns; each is exchanged while `overlap` further steps are made.
+    """
 
     syncs_every_step = False
-    copies = 2  # the common weights, and their momentum
 
     every: Steps
     rate: Positive = 0.7
     momentum: Fraction = 0.9
+    overlap: Steps | None = None
+    compress: Literal["no", "bf16", "int8"] = "no"
+    fragments: Ordinal = 1
+
+    @property
+    def copies(self) -> int:
+        # The common weights and their momentum, the weights before the overlap, what rounding took.
+        return 2 + (self.overlap is not None) + (self.compress != "no")
+
+    @property
+    def bytes_per_weight(self) -> float:
+        return {"no": 4.0, "bf16": 2.0, "int8": 1 + 4 / INT8_BLOCK}[self.compress]
 
     @property
     def interval(self) -> int:
         return int(self.every.value)
+
+    @property
+    def pace(self) -> int:
+        """The number of steps from the turn of one fragment to that of the next."""
+        return self.interval // self.fragments
+
+    @property
+    def delay(self) -> int:
+        """The number of steps from the start of an exchange to its use."""
+        return 0 if self.overlap is None else int(self.overlap.value)
+
+    @property
+    def background(self) -> float:
+        return self.delay / self.pace
+
+    @property
+    def lighter(self) -> str:
+        return "train.exchange.local.compress=int8" if self.compress == "no" else ""
+
+    def faults(self) -> Iterator[tuple[Location, str]]:
+        if self.interval % self.fragments:
+            yield ("fragments",), f"must divide the {self.every} of every"
+        elif self.delay >= self.pace:
+            steps = "step" if self.pace == 1 else "steps"
+            yield ("overlap",), f"must be shorter than the {self.pace} {steps} from one exchange to the next"
 
     def faults_in(self, train: TrainSettings) -> Iterator[tuple[Location, str]]:
         if train.precision == "fp16":
@@ -138,11 +183,15 @@ class GradientSync(ABC):
         return self._world.num_ranks / cost
 
     def is_common(self, steps: int) -> bool:  # noqa: ARG002
-        """True if all ranks have the same weights after that many steps."""
+        """True if all ranks have weights in common after that many steps, to evaluate and to save."""
         return True
 
+    def common(self) -> Tensors:
+        """Return the weights in common by name, always the same tensors, if a rank's model may have others."""
+        return {}
+
     def steps_since_common(self, step: int) -> int:  # noqa: ARG002
-        """Return how many steps a rank made, with this one, since all ranks had the same weights."""
+        """Return how many steps a rank made, with this one, since the ranks last had weights in common."""
         return 1
 
     def after_update(self, steps: int, last: bool) -> None:  # noqa: B027
@@ -166,6 +215,16 @@ class GradientSync(ABC):
     def own_states(self, tensors: Mapping[str, Tensor]) -> list[Tensors]:
         """Return the optimizer's state: one if all ranks have the same, else one for each rank. Collective."""
         return [dict(tensors)]
+
+    def own(self) -> Tensors:
+        """Return what each rank has to remember for itself."""
+        return {}
+
+    def restore_own(self, state: Mapping[str, Tensor]) -> None:
+        """Take back what a rank has remembered, after `restore`; the job or the ranks may be others by now."""
+        for name, tensor in self.own().items():
+            if name in state:
+                tensor.copy_(state[name])
 
     def state(self) -> Tensors:
         """Return what a checkpoint must remember of this sync."""
@@ -230,57 +289,142 @@ class DdpSync(GradientSync):
         return nullcontext() if last else self._parallel.no_sync()
 
 
+@dataclass(frozen=True)
+class PendingExchange:
+    """The exchange of some weights, by their numbers; `start` are the rank's own ones if it steps on meanwhile."""
+
+    begun: int
+    chosen: tuple[int, ...]
+    averaging: Averaging
+    start: list[Tensor] | None
+
+
 class LocalSync(GradientSync):
     """Every rank steps by itself; at intervals the mean of their changes is applied with Nesterov's momentum.
 
-    Between these syncs ranks have different weights: nothing is evaluated, saved or stopped there.
+    With an overlap, the changes until step t are averaged during the next steps. What a rank has learned in these is
+    then added to the new common weights, and belongs to its next changes: no change is lost, or counted twice. So
+    the ranks' own weights are never equal, but the common ones always are: these are evaluated and saved, when no
+    exchange is in progress, and each rank's own ones are saved beside them.
     """
 
     def __init__(self, settings: LocalSyncSettings, model: nn.Module, world: World, clock: Clock) -> None:
         import torch
 
+        from packtrain.train.averaging import ENCODINGS
+
         super().__init__(model, world, clock)
-        self._settings = settings
-        self._parameters: list[Tensor] = [one for one in model.parameters() if one.requires_grad]
-        # The weights after the last sync, from which every rank measures its own change.
+        self._settings, self._encoding, self._channel = settings, ENCODINGS[settings.compress], world.new_channel()
+        learned = [(name, one) for name, one in model.named_parameters() if one.requires_grad]
+        self._names: list[str] = [name for name, _ in learned]
+        self._parameters: list[Tensor] = [parameter for _, parameter in learned]
+        # From these every rank measures its own change.
         self._common = [parameter.detach().clone() for parameter in self._parameters]
         self._momentum = [torch.zeros_like(parameter) for parameter in self._common]
+        # What rounding took from the messages so far: it is added to the next one.
+        self._rounded = [] if self._encoding.exact else [torch.zeros_like(parameter) for parameter in self._common]
+        self._fragments = fragments_of([parameter.numel() for parameter in self._parameters], settings.fragments)
+        self._pending: PendingExchange | None = None
 
     def before_step(self) -> None:
         """Nothing: ranks keep their own statistics until the next sync."""
 
+    @property
+    def message_bytes(self) -> int:
+        return math.ceil(sum(one.numel() for one in self._parameters) * self._settings.bytes_per_weight)
+
     def sent_bytes(self) -> float:
-        return super().sent_bytes() / self._settings.every.value
+        return super().sent_bytes() / self._settings.interval
 
     def share(self, cost: int, own_cost: int) -> float:  # noqa: ARG002
         return 1 / max(1, own_cost)
 
     def is_common(self, steps: int) -> bool:
-        return steps % int(self._settings.every.value) == 0
+        """True at the start, and when the last fragment of a round has arrived: then nothing is on its way."""
+        every, delay = self._settings.interval, self._settings.delay
+        return steps == 0 or (steps >= every and steps % every == delay)
 
     def steps_since_common(self, step: int) -> int:
-        return step % int(self._settings.every.value) + 1
+        every, delay = self._settings.interval, self._settings.delay
+        return step + 1 if step < every + delay else (step - delay) % every + 1
+
+    def common(self) -> Tensors:
+        found = {id(parameter): common for parameter, common in zip(self._parameters, self._common, strict=True)}
+        named = self._model.named_parameters(remove_duplicate=False)  # a state has tied weights under both names
+        return {name: found[id(parameter)] for name, parameter in named if parameter.requires_grad}
+
+    def plain(self, model: nn.Module) -> nn.Module:
+        """Return a model with the common weights, not copied, if this rank's own ones are others."""
+        if model is not self._model or not self._settings.delay:
+            return model
+        from torch import nn
+
+        pairs = zip(self._parameters, self._common, strict=True)
+        return copy.deepcopy(model, {id(own): nn.Parameter(common, requires_grad=False) for own, common in pairs})
 
     def after_update(self, steps: int, last: bool) -> None:
+        settings, pending = self._settings, self._pending
+        on_turn = (steps // settings.pace - 1) % settings.fragments if steps % settings.pace == 0 else None
+        if not last and pending is None and on_turn is None:
+            return
+        self._clock.mark("optimizer")
+        if pending is not None and (last or steps == pending.begun + settings.delay):
+            self._apply(pending, settings.momentum, settings.rate)
+        elif pending is not None and steps == pending.begun + (settings.delay + 1) // 2:
+            pending.averaging.turn()  # as much is sent before as after
+        if on_turn is not None:
+            self._pending = self._begin(steps, on_turn, at_once=last or not settings.delay)
+            if self._pending is not None and self._pending.start is None:
+                self._apply(self._pending, settings.momentum, settings.rate)
+        if last:
+            # Of weights whose turn it is not, the mean is taken as it is: momentum would repeat a step just made.
+            for number in range(settings.fragments):
+                if number != on_turn and (rest := self._begin(steps, number, at_once=True)) is not None:
+                    self._apply(rest, 0.0, 1.0)
         if last or self.is_common(steps):
-            self._clock.mark("optimizer")
-            self._sync()
-            self._clock.mark("communication")
-
-    def _sync(self) -> None:
-        import torch
-
-        with torch.no_grad():
-            # DiLoCo's outer step: SGD with Nesterov momentum, whose gradient is the mean of the ranks' changes.
-            changes = torch._foreach_sub(self._common, self._parameters)  # subtracted, as a gradient would be
-            self._world.average_all(changes)
-            torch._foreach_mul_(self._momentum, self._settings.momentum)
-            torch._foreach_add_(self._momentum, changes)
-            torch._foreach_add_(changes, self._momentum, alpha=self._settings.momentum)
-            torch._foreach_add_(self._common, changes, alpha=-self._settings.rate)
-            torch._foreach_copy_(self._parameters, self._common)
             # Every rank kept its own norm statistics. Integers are only counters of batches, which have no mean.
             self._world.average_all([one for one in self._statistics if one.is_floating_point()])
+        self._clock.mark("communication")
+
+    def _begin(self, steps: int, number: int, at_once: bool) -> PendingExchange | None:
+        """Start to average the changes of a fragment; None if there are fewer weights than fragments."""
+        import torch
+
+        from packtrain.train.averaging import Averaging
+
+        if not (chosen := self._fragments[number]):
+            return None
+        with torch.no_grad():
+            own = [self._parameters[at].detach() for at in chosen]
+            changes = torch._foreach_sub([self._common[at] for at in chosen], own)  # negative, as a gradient would be
+            if self._rounded:
+                torch._foreach_add_(changes, [self._rounded[at] for at in chosen])
+            values = torch.cat([change.flatten() for change in changes])
+            start = None if at_once else [one.clone() for one in own]
+            return PendingExchange(steps, chosen, Averaging(values, self._encoding, self._world, self._channel), start)
+
+    def _apply(self, pending: PendingExchange, momentum: float, rate: float) -> None:
+        import torch
+
+        self._pending = None
+        common, own, moving = (
+            [tensors[at] for at in pending.chosen] for tensors in (self._common, self._parameters, self._momentum)
+        )
+        with torch.no_grad():
+            mean, rounded = pending.averaging.finish()
+            if rounded is not None:
+                torch._foreach_copy_([self._rounded[at] for at in pending.chosen], _split_like(rounded, common))
+            changes = _split_like(mean, common)
+            if momentum:
+                # DiLoCo's outer step: SGD with Nesterov momentum, whose gradient is the mean of the ranks' changes.
+                torch._foreach_mul_(moving, momentum)
+                torch._foreach_add_(moving, changes)
+                torch._foreach_add_(changes, moving, alpha=momentum)
+            torch._foreach_add_(common, changes, alpha=-rate)
+            if pending.start is None:
+                torch._foreach_copy_(own, common)
+            else:
+                torch._foreach_add_(own, torch._foreach_sub(common, pending.start))
 
     def own_states(self, tensors: Mapping[str, Tensor]) -> list[Tensors]:
         # To main memory as they arrive: the first rank's GPU has no room for the states of all ranks.
@@ -288,9 +432,16 @@ class LocalSync(GradientSync):
         ranks = self._world.num_ranks if self._world.is_first else 0
         return [{name: rows[rank] for name, rows in gathered.items()} for rank in range(ranks)]
 
+    def own(self) -> Tensors:
+        weights = self._parameters if self._settings.delay else []
+        return {
+            f"{kind}/{name}": tensor.detach()
+            for kind, tensors in (("weights", weights), ("rounded", self._rounded))
+            for name, tensor in zip(self._names, tensors, strict=bool(tensors))
+        }
+
     def state(self) -> Tensors:
-        names = [name for name, parameter in self._model.named_parameters() if parameter.requires_grad]
-        return dict(zip(names, self._momentum, strict=True))
+        return dict(zip(self._names, self._momentum, strict=True))
 
     def restore(self, state: Mapping[str, Tensor]) -> None:
         import torch
@@ -300,6 +451,24 @@ class LocalSync(GradientSync):
         for name, momentum in self.state().items():
             momentum.copy_(state[name])
         torch._foreach_copy_(self._common, [parameter.detach() for parameter in self._parameters])
+
+
+def fragments_of(sizes: Sequence[int], count: int) -> list[tuple[int, ...]]:
+    """Divide tensors of these sizes into fragments as equal as they can be: the largest first, each to the smallest."""
+    fragments: list[list[int]] = [[] for _ in range(count)]
+    filled = [0] * count
+    for at in sorted(range(len(sizes)), key=lambda at: -sizes[at]):
+        smallest = filled.index(min(filled))
+        fragments[smallest].append(at)
+        filled[smallest] += sizes[at]
+    return [tuple(sorted(fragment)) for fragment in fragments]
+
+
+def _split_like(values: Tensor, tensors: Sequence[Tensor]) -> list[Tensor]:
+    import torch
+
+    parts = torch.split(values, [one.numel() for one in tensors])
+    return [part.view_as(one) for part, one in zip(parts, tensors, strict=True)]
 
 
 class FsdpSync(GradientSync):

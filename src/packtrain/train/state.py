@@ -24,7 +24,7 @@ from packtrain.train.tensors import RowsOf, Shapes, open_tensors, own_part, plac
 from packtrain.train.world import World
 
 MODEL_FILE, EMA_FILE, OPTIMIZER_FILE = "model.safetensors", "ema.safetensors", "optimizer.safetensors"
-GRADIENT_SYNC_FILE = "gradient_sync.safetensors"
+GRADIENT_SYNC_FILE, WORKER_FILE = "gradient_sync.safetensors", "worker.safetensors"
 STATE_FILE = "state.json"
 
 
@@ -172,12 +172,14 @@ def take(
     those are copied immediately, and the engine's `before_update` waits for the rest.
     """
     sync, model = engine.gradient_sync, engine.model
-    files: Files = {MODEL_FILE: model.state_dict()}
+    files: Files = {MODEL_FILE: {**model.state_dict(), **sync.common()}}
     if engine.ema is not None:
         files[EMA_FILE] = engine.ema.model.state_dict()
     # Every rank takes part in gathering these, although only the first one keeps the result.
     own = sync.own_states(optimizer_tensors(engine.optimizer, model))
-    files |= {_optimizer_file(rank): tensors for rank, tensors in enumerate(own)}
+    files |= {_file_of(rank, OPTIMIZER_FILE): tensors for rank, tensors in enumerate(own)}
+    if remembered := sync.own():
+        files |= {_file_of(rank, WORKER_FILE): one for rank, one in enumerate(sync.own_states(remembered))}
     if state := sync.state():
         files[GRADIENT_SYNC_FILE] = state
     # Whatever is not a parameter is a buffer, which the next forward pass may already change.
@@ -203,9 +205,14 @@ def restore(engine: Engine, directory: Path, expected: Description, rank: int) -
     # Ranks that update locally each saved a state. If there are now more ranks, some of them share one.
     there = {whole_name(path.name) for path in directory.glob("*.safetensors")}
     states = sum(name.startswith("optimizer") for name in there)
-    load_optimizer(engine.optimizer, engine.model, open_tensors(directory, _optimizer_file(rank % max(1, states))))
-    exchanged = open_tensors(directory, GRADIENT_SYNC_FILE) if GRADIENT_SYNC_FILE in there else {}
-    engine.gradient_sync.restore({name: tensor.whole() for name, tensor in exchanged.items()})
+    saved = rank % max(1, states)
+    load_optimizer(engine.optimizer, engine.model, open_tensors(directory, _file_of(saved, OPTIMIZER_FILE)))
+    exchanged, own = (
+        {name: tensor.whole() for name, tensor in open_tensors(directory, file).items()} if file in there else {}
+        for file in (GRADIENT_SYNC_FILE, _file_of(saved, WORKER_FILE))
+    )
+    engine.gradient_sync.restore(exchanged)
+    engine.gradient_sync.restore_own(own)
     engine.precision.scale.restore(description.loss_scale)
     return description.progress
 
@@ -232,9 +239,9 @@ def _expected_description(directory: Path, expected: Description) -> Description
     return description
 
 
-def _optimizer_file(rank: int) -> str:
-    """Ranks that update locally each have an optimizer state of their own."""
-    return OPTIMIZER_FILE if rank == 0 else f"optimizer-{rank}.safetensors"
+def _file_of(rank: int, file: str) -> str:
+    """Ranks that update locally each have a state of their own."""
+    return file if rank == 0 else file.replace(".", f"-{rank}.")
 
 
 def read_description(directory: Path) -> Description:

@@ -179,6 +179,13 @@ class World:
     def is_first(self) -> bool:
         return self.rank == 0
 
+    def new_channel(self) -> dist.ProcessGroup | None:
+        """Return a group of all ranks whose messages do not queue behind others; None for a single one. Collective."""
+        if self.num_ranks == 1:
+            return None
+        channel: dist.ProcessGroup = dist.new_group(timeout=_TIMEOUT)
+        return channel
+
     def begin_sum(self, values: Tensor) -> dist.Work | None:
         """Start to sum `values` over all ranks, in place; wait for the returned work before reading them."""
         return dist.all_reduce(values, async_op=True) if self.num_ranks > 1 else None
