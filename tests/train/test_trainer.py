@@ -84,12 +84,13 @@ def test_a_run_warns_once_of_a_batch_that_is_small_for_its_gpus(
     directory_store: Store, control: Control, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     run = tiny_run(directory_store)
-    on_gpu = World(device=torch.device("cuda"))
+    on_gpu, second = World(), World(rank=1, num_ranks=2)
+    on_gpu.device = second.device = torch.device("cuda")  # where no stream of a GPU can be made
     line = small_share(run.job.train, on_gpu)
     assert line is not None
     assert line.endswith("too few to keep a GPU busy; set 64 or more and adapt the learning rate")
     assert small_share(run.job.train, World()) is None, "a CPU is busy with any batch"
-    assert small_share(run.job.train, World(rank=1, num_ranks=2, device=on_gpu.device)) is None, "the first one tells"
+    assert small_share(run.job.train, second) is None, "the first one tells"
     monkeypatch.setattr("packtrain.train.trainer.small_share", lambda *_: line)
     train(run, control, Interrupted(run.job, 3, control.request_stop))
     train_to_the_end(run, tmp_path)
