@@ -34,9 +34,7 @@ from packtrain.run.code import archive
 from packtrain.run.run import create_run
 from packtrain.store import Store, open_store
 from packtrain.train.control import Control
-from packtrain.train.gradient_sync import NoSync
 from packtrain.train.optimizer import optimizer_tensors
-from packtrain.train.recorder import Clock
 from packtrain.train.state import Description, Progress, Snapshot, SnapshotCopier
 from packtrain.train.trainer import Trainer
 from packtrain.train.world import World
@@ -72,7 +70,7 @@ def compute(model: nn.Module) -> None:
 
 def stalls(megabytes: float, rounds: int, directory: Path) -> dict[str, list[float]]:
     model, optimizer = model_of(megabytes)
-    sync, copier = NoSync(model, World(), Clock()), SnapshotCopier()
+    copier = SnapshotCopier()
     seconds: dict[str, list[float]] = {name: [] for name in SPENT}
     job = Job.model_validate({"name": "bench", "program": ["x.py"]})
     run = create_run(open_store(str(directory / "store"), create=True), job, archive({}), None)
@@ -87,8 +85,8 @@ def stalls(megabytes: float, rounds: int, directory: Path) -> dict[str, list[flo
         compute(model)
         tick()
         files = {
-            "model.safetensors": sync.whole(model.state_dict()),
-            "optimizer.safetensors": sync.whole(optimizer_tensors(optimizer, model)),
+            "model.safetensors": model.state_dict(),
+            "optimizer.safetensors": optimizer_tensors(optimizer, model),
         }
         copies = copier.begin(files)
         tick()

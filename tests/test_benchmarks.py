@@ -35,7 +35,7 @@ def benchmarks(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.mark.parametrize(
     "arguments",
     [
-        ["step.py", "--steps", "8"],
+        ["step.py"],
         ["start.py"],
         ["pack.py", "--images", "40"],
         ["pack.py", "--pairs", "500"],

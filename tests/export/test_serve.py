@@ -658,6 +658,13 @@ def test_a_service_is_ready_only_when_its_model_is_loaded_and_warm(
         refused = client.post("/v1/predict", json={"inputs": ["hello"]})
         assert (refused.status_code, refused.headers["retry-after"]) == (503, "5")
         assert error_of(refused) == "the model is being loaded; try again"
+        with raw(one, "Content-Length: 2") as connection:
+            connection.settimeout(0.3)
+            with pytest.raises(TimeoutError):  # a connection that is closed too early takes the answer with it
+                connection.recv(1)
+            connection.settimeout(30)
+            connection.sendall(b"{}")
+            assert b"".join(iter(lambda: connection.recv(1000), b"")).endswith(b"}")
         echo.gate.set()
         wait_until(lambda: client.get("/readyz").status_code == 200, "it is ready")
         assert outputs(client.post("/v1/predict", json={"inputs": ["hello"]})) == ["hello"]

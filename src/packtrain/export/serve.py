@@ -22,7 +22,7 @@ import traceback
 import uuid
 from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from concurrent.futures import Future
-from contextlib import asynccontextmanager
+from contextlib import asynccontextmanager, suppress
 from functools import cached_property
 from importlib.metadata import version
 from pathlib import Path
@@ -93,6 +93,7 @@ _FILES = {
 _OPEN = {*_FILES, "/healthz", "/readyz"}
 _WORK = {"/v1/predict", "/v1/chat/completions", "/v1/completions"}
 _ROUTES = {*_OPEN, *_WORK, "/v1/models", "/openapi.json", "/metrics"}
+_UNREAD_SECONDS = 5.0  # for a body that nobody needs
 _BODIES = 16  # bodies of the largest size that may be in memory at once
 
 
@@ -314,7 +315,7 @@ class Endpoints:
     # Packtrain's own interface.
 
     async def predict(self, request: Request) -> Response:
-        deadline = self._begin()
+        deadline = await self._begin(request)
         async with self._body(request, deadline) as body:
             asked, questions = self._asked(request, body)
             options = DecodeOptions(
@@ -353,7 +354,7 @@ class Endpoints:
     # OpenAI's.
 
     async def chat_completions(self, request: Request) -> Response:
-        deadline = self._begin()
+        deadline = await self._begin(request)
         async with self._body(request, deadline) as body:
             asked = self._openai_message(request, ChatRequest, body)
             spoken = [one for one in asked.messages if one.role in ("user", "assistant")]
@@ -382,7 +383,7 @@ class Endpoints:
         return _events(chunks)
 
     async def completions(self, request: Request) -> Response:
-        deadline = self._begin()
+        deadline = await self._begin(request)
         async with self._body(request, deadline) as body:
             asked = self._openai_message(request, CompletionRequest, body)
             prompts = _checked(asked.prompts, "prompt")
@@ -433,14 +434,25 @@ class Endpoints:
 
     # What all requests that compute share.
 
-    def _begin(self) -> float:
+    async def _begin(self, request: Request) -> float:
         """Return when the time of a request is over; refuse it if the model is not ready."""
         state = self._service.state
         if state != "ready":
+            await self._read_away(request)
             words = {"loading": "the model is being loaded", "draining": "the service is ending"}
             headers = {"Retry-After": "5", "Connection": "close"}
             raise RequestFault(503, f"{words.get(state, state)}; try again", "not_ready", headers=headers)
         return asyncio.get_running_loop().time() + self._service.settings.timeout_seconds
+
+    async def _read_away(self, request: Request) -> None:
+        """Read a body that is not needed: if it arrived after the connection was closed, the answer would be lost."""
+        left = self._service.settings.max_bytes
+        with suppress(TimeoutError, ClientDisconnect):
+            async with asyncio.timeout(_UNREAD_SECONDS):
+                async for part in request.stream():
+                    left -= len(part)
+                    if left < 0:
+                        return
 
     @asynccontextmanager
     async def _body(self, request: Request, deadline: float) -> AsyncIterator[bytes]:

@@ -53,7 +53,7 @@ class PointBlock:
         import numpy as np  # here, because most who read a run's records need no numbers
 
         try:
-            found = np.frombuffer(self.numbers, "<f8").reshape(self.rows, -1)
+            found = np.frombuffer(self.numbers, "<f8").reshape(self.rows, 2 + len(self.names))
             steps = found[:, 0]
             # The limits of a point are lowest and highest numbers, and NaN is the lowest and highest of its column.
             for row in (found.min(0), found.max(0)):
