@@ -97,8 +97,11 @@ def losses(run: Run) -> list[tuple[int, float]]:
 
 
 def left_on(network: Network | Sequence[Host]) -> list[str]:
-    """Return the command lines that still run on hosts some time after the end of a run."""
-    deadline = time.monotonic() + 60
+    """Return the command lines that still run on hosts some time after the end of a run.
+
+    A run may wait 20 s for another machine, and its nodes have 60 s for a last checkpoint.
+    """
+    deadline = time.monotonic() + 150
     while (found := commands_on(network)) and time.monotonic() < deadline:
         time.sleep(0.2)
     return found

@@ -374,7 +374,12 @@ class FakeAws(BaseHTTPRequestHandler):
     def _done(self, _: dict[str, str]) -> tuple[int, str]:
         return 200, ""
 
-    terminate_instance_in_auto_scaling_group = delete_auto_scaling_group = delete_launch_template = _done
+    delete_auto_scaling_group = delete_launch_template = _done
+
+    def terminate_instance_in_auto_scaling_group(self, _: dict[str, str]) -> tuple[int, str]:
+        if "together" in self.gone:  # all machines of the group do so at this moment
+            type(self).taken = {f"{word.split()[0]} Terminating" for word in self.taken}
+        return 200, ""
 
     def log_message(self, *_: object) -> None:
         """Say nothing."""
@@ -429,8 +434,21 @@ def test_the_group_shrinks_unless_the_machine_is_to_be_replaced_and_goes_with_th
 ) -> None:
     aws.taken |= machines
     terminate(replace)
+    assert changes(aws) == calls
+
+
+def test_of_machines_that_end_at_the_same_time_one_deletes_the_group(aws: type[FakeAws]) -> None:
+    aws.taken |= {"i-1 InService", "i-2 InService"}
+    aws.gone.add("together")
+    terminate(replace=False)
+    assert changes(aws) == [
+        "TerminateInstanceInAutoScalingGroup true", "DeleteLaunchTemplate ", "DeleteAutoScalingGroup ",
+    ]  # fmt: skip
+
+
+def changes(aws: type[FakeAws]) -> list[str]:
     changed = [asked for asked in aws.asked if not asked["Action"].startswith("Describe")]
-    assert [f"{one['Action']} {one.get('ShouldDecrementDesiredCapacity', '')}" for one in changed] == calls
+    return [f"{one['Action']} {one.get('ShouldDecrementDesiredCapacity', '')}" for one in changed]
 
 
 def test_a_server_that_refuses_is_not_asked_again(aws: type[FakeAws]) -> None:

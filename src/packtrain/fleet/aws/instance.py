@@ -271,16 +271,24 @@ def terminate(replace: bool) -> None:
     """Terminate this machine. Unless it is to be replaced, its group becomes smaller, and the last one deletes it."""
     me = _known("instance-id")
     found = query("autoscaling", "DescribeAutoScalingInstances", InstanceIds_member_1=me)
-    group = _value(found, "AutoScalingGroupName")
-    if not replace and group and _is_last(me, group):
-        try:
-            query("ec2", "DeleteLaunchTemplate", LaunchTemplateName=group)
-            query("autoscaling", "DeleteAutoScalingGroup", AutoScalingGroupName=group, ForceDelete="true")
-            return
-        except Refused as error:
-            print(f"the group stays until `packtrain down`: {error}", file=sys.stderr)
+    group = "" if replace else _value(found, "AutoScalingGroupName")
+    if group and _is_last(me, group) and _delete(group):
+        return
     smaller = "false" if replace else "true"
     query("autoscaling", "TerminateInstanceInAutoScalingGroup", InstanceId=me, ShouldDecrementDesiredCapacity=smaller)
+    # Of two that end at the same time, neither was the last before, and both have seconds left.
+    if group and _is_last(me, group):
+        _delete(group)
+
+
+def _delete(group: str) -> bool:
+    try:
+        query("ec2", "DeleteLaunchTemplate", LaunchTemplateName=group)
+        query("autoscaling", "DeleteAutoScalingGroup", AutoScalingGroupName=group, ForceDelete="true")
+    except Refused as error:
+        print(f"the group stays until `packtrain down`: {error}", file=sys.stderr)
+        return False
+    return True
 
 
 def _is_last(me: str, group: str) -> bool:
