@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -20,7 +21,7 @@ from packtrain.report.frame import frame_of, library_of
 from packtrain.report.notebook import Report, draw, panel_of, place_to_draw, runs_table
 from packtrain.report.plot import Axis, Plot, plot_of
 from packtrain.report.summary import Overview, overview
-from packtrain.run.liveness import State, attempt, state_of, states_now
+from packtrain.run.liveness import State, StateWatch, attempt, state_of, states_now
 from packtrain.run.records import LogLine, Point, Result
 from packtrain.run.run import Run, open_run, run_names
 from packtrain.run.trust import Accept, CodeReview
@@ -81,10 +82,13 @@ class RunHandle:
 
     def wait(self, seconds: float | None = None) -> Result | None:
         """Wait until the run ends, or for that many seconds; return the result, or None if there is none by then."""
-        deadline = None if seconds is None else time.monotonic() + seconds
-        while (result := self._run.result()) is None and (deadline is None or time.monotonic() < deadline):
+        deadline = math.inf if seconds is None else time.monotonic() + seconds
+        while (result := self._run.result()) is None and time.monotonic() < deadline:
             time.sleep(0.5)
         if result is not None:
+            watch = StateWatch(self._run)  # machines bring their last lines, and the report, after the result
+            while watch.look() == "running" and time.monotonic() < deadline:
+                time.sleep(0.2)
             release(self._run, print)
         return result
 
