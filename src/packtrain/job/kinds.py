@@ -294,8 +294,8 @@ class ExchangeKind(Part):
         yield from ()
 
     @abstractmethod
-    def build(self, model: Any, followers: Any, world: Any, clock: Any, precision: Any) -> Any:
-        """Return the `GradientSync` of a model in a `World`; the weights of `followers` follow those of the model."""
+    def build(self, of: Any) -> Any:
+        """Return the `GradientSync` of a `SyncedModel`."""
 
 
 # The types of fields.

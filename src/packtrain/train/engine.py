@@ -21,7 +21,7 @@ from packtrain.job.kinds import ExchangeKind
 from packtrain.recipes import Batch, Recipe
 from packtrain.recipes.recipe import training_order
 from packtrain.train.blocks import has_varying_sizes, replace_forwards
-from packtrain.train.gradient_sync import GradientSync
+from packtrain.train.gradient_sync import GradientSync, SyncedModel
 from packtrain.train.precision import Precision
 from packtrain.train.progress import Progress
 from packtrain.train.recorder import Clock, clock_of
@@ -66,9 +66,8 @@ class Engine:
         self.ema = None if settings.ema is None else Ema(self.model, settings.ema)
         self.precision = Precision(settings, world.device, world.has_bf16)
         followers = [] if self.ema is None else [self.ema.model]
-        self.gradient_sync: GradientSync = settings.exchange.build(
-            self.model, followers, world, self.clock, self.precision
-        )
+        synced = SyncedModel(self.model, followers, world, self.clock, self.precision)
+        self.gradient_sync: GradientSync = settings.exchange.build(synced)
         self.optimizer = settings.optimizer.build(self.model)
         # The loss scale of fp16 has to be known before the next step.
         can_skip = getattr(self.optimizer, "_step_supports_amp_scaling", False) and not self.precision.scale.enabled

@@ -35,6 +35,17 @@ if TYPE_CHECKING:
     Tensors = dict[str, Tensor]
 
 
+@dataclass(frozen=True)
+class SyncedModel:
+    """A model whose weights all ranks keep equal; those of `followers`, such as its average, follow them."""
+
+    model: nn.Module
+    followers: Sequence[nn.Module]
+    world: World
+    clock: Clock
+    precision: Precision
+
+
 class DdpSettings(ExchangeKind):
     """Gradients are averaged at every step; `compress` sends them in 16 bits."""
 
@@ -48,15 +59,10 @@ class DdpSettings(ExchangeKind):
     def lighter(self) -> str:
         return "train.exchange.ddp.compress=bf16" if self.compress == "no" else ""
 
-    def build(
-        self,
-        model: nn.Module,
-        followers: Iterable[nn.Module],  # noqa: ARG002
-        world: World,
-        clock: Clock,
-        precision: Precision,  # noqa: ARG002
-    ) -> GradientSync:
-        return NoSync(model, world, clock) if world.num_ranks == 1 else DdpSync(self, model, world, clock)
+    def build(self, of: SyncedModel) -> GradientSync:
+        if of.world.num_ranks == 1:
+            return NoSync(of.model, of.world, of.clock)
+        return DdpSync(self, of.model, of.world, of.clock)
 
 
 INT8_BLOCK = 256  # numbers that share a scale of 32 bits
@@ -119,15 +125,8 @@ class LocalSyncSettings(ExchangeKind):
         if train.precision == "fp16":
             yield ("precision",), "fp16 scales the loss of all workers together, not of local steps; use bf16 or fp32"
 
-    def build(
-        self,
-        model: nn.Module,
-        followers: Iterable[nn.Module],  # noqa: ARG002
-        world: World,
-        clock: Clock,
-        precision: Precision,  # noqa: ARG002
-    ) -> GradientSync:
-        return LocalSync(self, model, world, clock)
+    def build(self, of: SyncedModel) -> GradientSync:
+        return LocalSync(self, of.model, of.world, of.clock)
 
 
 class FsdpSettings(ExchangeKind):
@@ -145,12 +144,10 @@ class FsdpSettings(ExchangeKind):
     def whole_gradients(self) -> bool:
         return self.accumulate == "whole"
 
-    def build(
-        self, model: nn.Module, followers: Iterable[nn.Module], world: World, clock: Clock, precision: Precision
-    ) -> GradientSync:
-        if world.num_ranks == 1:
-            return NoSync(model, world, clock)
-        return FsdpSync(self, model, followers, world, clock, precision.dtype)
+    def build(self, of: SyncedModel) -> GradientSync:
+        if of.world.num_ranks == 1:
+            return NoSync(of.model, of.world, of.clock)
+        return FsdpSync(self, of.model, of.followers, of.world, of.clock, of.precision.dtype)
 
 
 class GradientSync(ABC):
