@@ -58,7 +58,7 @@ def machine(x: int, y: int, title: str, ranks: tuple[int, int]) -> list[Box]:
     return [
         Box(x, y, 330, 262, "group", (title,)),
         Box(x + 16, y + 32, 298, 66, "box", ("node", "packtrain node RUN", "lease, generations, logs, telemetry")),
-        Box(x + 16, y + 116, 298, 48, "box", ("launcher", "torch's launcher; one per generation")),
+        Box(x + 16, y + 116, 298, 48, "box", ("fork server and launcher", "torch's launcher; one per generation")),
         Box(x + 16, y + 182, 141, 64, "box", (f"worker, rank {ranks[0]}", "python -m", "packtrain.train")),
         Box(x + 173, y + 182, 141, 64, "box", (f"worker, rank {ranks[1]}", "python -m", "packtrain.train")),
     ]

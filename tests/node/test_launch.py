@@ -44,7 +44,7 @@ def test_a_recipe_is_started_as_the_training_module() -> None:
         "--rdzv-id", "generation-1",
         "--rdzv-conf", "rank=0,listen=no",
         "--max-restarts", "0",
-        "--monitor-interval", "0.2",
+        "--monitor-interval", "0.1",
         "--redirects", "3",
         "--log-dir", "/logs",
         "--start-method", "fork",
@@ -190,21 +190,17 @@ class NodeLaunchers:
     def is_ready(self, name: str) -> bool:
         return (self.directory / name / "launcher.ready").exists()
 
-    def launched(self, script: str, name: str = "node", ready: bool = False) -> tuple[Launch, list[int]]:
+    def launched(self, script: str, name: str = "node") -> tuple[Launch, list[int]]:
         """A launch and what it started, once that is there."""
         self.does(script)
-        launchers = self.launchers(name)
-        if ready:
-            launchers.prepare()
-            until(lambda: self.is_ready(name))
-        return self.launch(launchers, name)
+        return self.launch(self.launchers(name), name)
 
-    def launch(self, launchers: Launchers, name: str = "node") -> tuple[Launch, list[int]]:
+    def launch(self, launchers: Launchers, name: str = "node", generation: int = 1) -> tuple[Launch, list[int]]:
         home = self.directory / name
-        directories = Directories(home / "logs", home / "control", home / "checkpoints")
+        directories = Directories(home / f"logs-{generation}", home / "control", home / "checkpoints")
         directories.logs.mkdir(exist_ok=True)
-        launch, log = launchers.launch(a_generation(1, "a"), 0, directories), directories.logs / "launcher.log"
-        until(lambda: log.read_text().endswith("\n") or launch.poll() is not None)
+        launch, log = launchers.launch(a_generation(generation, "a"), 0, directories), directories.logs / "launcher.log"
+        until(lambda: (log.exists() and log.read_text().endswith("\n")) or launch.poll() is not None)
         assert log.read_text().endswith("\n"), "it ended without a word"
         return launch, [int(pid) for pid in log.read_text().split()]
 
@@ -236,7 +232,7 @@ def test_kill_ends_what_workers_started_in_sessions_of_their_own(nodes: NodeLaun
 def test_kill_ends_orphans_of_a_launcher_that_is_gone(nodes: NodeLaunchers) -> None:
     launch, pids = nodes.launched(FAMILY + "bare.kill()")
     orphans = pids[:2]
-    launch.process.wait()
+    launch.wait(90)
     assert still_there(orphans) == orphans
     launch.kill()
     assert still_there(orphans) == []
@@ -264,7 +260,7 @@ def test_terminate_sends_sigterm_to_the_launcher(nodes: NodeLaunchers) -> None:
     script = "import signal, sys, time; signal.signal(15, lambda *_: sys.exit(7)); print(flush=True); time.sleep(600)"
     launch, _ = nodes.launched(script)
     launch.terminate()
-    assert launch.process.wait(timeout=90) == 7
+    assert launch.wait(90) == 7
 
 
 def test_sigusr1_to_every_process_reaches_the_workers_and_does_not_end_the_launcher(nodes: NodeLaunchers) -> None:
@@ -277,15 +273,15 @@ print(worker.pid, flush=True)
 sys.exit(worker.wait())
 """
     launch, pids = nodes.launched(script)
-    for pid in (launch.process.pid, *pids):
+    for pid in (launch.pid, psutil.Process(pids[0]).ppid(), *pids):
         os.kill(pid, signal.SIGUSR1)
-    assert launch.process.wait(timeout=90) == 7
+    assert launch.wait(90) == 7
 
 
 @pytest.mark.parametrize("has_work", [True, False], ids=["at work", "ready"])
 def test_a_launcher_ends_when_its_node_dies(nodes: NodeLaunchers, has_work: bool) -> None:
     """The node is a process of its own here, because it has to die."""
-    nodes.does("import time; print(flush=True); time.sleep(600)")
+    nodes.does("import os, time; print(os.getpid(), flush=True); time.sleep(600)")
     (nodes.directory / "node" / "code").mkdir(parents=True)
     (nodes.directory / "node" / "logs").mkdir()
     node = f"""
@@ -299,69 +295,112 @@ home = Path({str(nodes.directory / "node")!r})
 environment = dict(os.environ, PYTHONPATH={str(nodes.packages)!r})
 launchers = Launchers(Run(open_store({nodes.run.store.url!r}), {nodes.run.name!r}), home, 1, environment)
 launchers.prepare()
-print(launchers.ready.pid, flush=True)
+print(launchers.server.pid, flush=True)
 if {has_work}:
     launchers.launch(a_generation(1, "a"), 0, Directories(home / "logs", home / "control", home / "checkpoints"))
 time.sleep(600)
 """
     process = subprocess.Popen([sys.executable, "-c", node], stdout=subprocess.PIPE, env=with_parts())
     assert process.stdout is not None
-    launcher = psutil.Process(int(process.stdout.readline()))
+    started = [psutil.Process(int(process.stdout.readline()))]
     log = nodes.directory / "node" / "logs" / "launcher.log"
-    until(lambda: log.exists() and log.read_text() == "\n" if has_work else nodes.is_ready("node"))
+    until(lambda: log.exists() and log.read_text().endswith("\n") if has_work else nodes.is_ready("node"))
+    if has_work:
+        started.append(psutil.Process(int(log.read_text())))
     process.kill()
     process.wait()
     process.stdout.close()
-    gone, _ = psutil.wait_procs([launcher], timeout=90)
-    assert gone == [launcher]
+    gone, _ = psutil.wait_procs(started, timeout=90)
+    assert set(gone) == set(started)
 
 
 def with_parts() -> dict[str, str]:
     return {**os.environ, "PYTHONPATH": str(Path(__file__).parent.parent)}
 
 
-def test_a_prepared_launcher_gets_the_next_work(nodes: NodeLaunchers) -> None:
-    nodes.does("import os; print(os.getpid(), flush=True)")
+@pytest.mark.parametrize("killed", [False, True], ids=["one that ends", "one that is killed"])
+def test_the_launcher_after_another_is_forked_from_the_same_server(nodes: NodeLaunchers, killed: bool) -> None:
+    nodes.does(f"import os, time; print(os.getpid(), os.getppid(), flush=True); time.sleep({600 * killed})")
     launchers = nodes.launchers("node")
     launchers.prepare()
     launchers.prepare()
-    ready = launchers.ready
-    assert ready is not None
-    _, pids = nodes.launch(launchers)
-    assert pids == [ready.pid]
-    _, pids = nodes.launch(launchers)
-    assert pids != [ready.pid], "each has one work"
+    first, (first_pid, first_parent) = nodes.launch(launchers)
+    if killed:
+        first.kill()
+    assert first.wait(90) == (-signal.SIGKILL if killed else 0)
+    second, (second_pid, second_parent) = nodes.launch(launchers, generation=2)
+    assert launchers.server is not None
+    assert first_parent == second_parent == launchers.server.pid
+    assert first_pid != second_pid
+    second.kill()
+    launchers.close()
+    assert still_there([second_pid, second_parent]) == []
 
 
-def test_a_launcher_that_died_while_it_waited_is_replaced(nodes: NodeLaunchers) -> None:
-    nodes.does("import os; print(os.getpid(), flush=True)")
+def test_work_does_not_begin_after_a_kill_before_the_server_was_ready(nodes: NodeLaunchers) -> None:
+    nodes.does("pass")
+    slow = f"import pathlib, time\nwhile not pathlib.Path({str(nodes.directory / 'go')!r}).exists(): time.sleep(0.02)\n"
+    module = nodes.packages / "torch" / "distributed" / "run.py"
+    module.write_text(slow + module.read_text())
+    home = nodes.directory / "node"
+    launchers = nodes.launchers("node")
+    (home / "logs").mkdir()
+    launch = launchers.launch(a_generation(1, "a"), 0, Directories(home / "logs", home / "control", home / "work"))
+    assert launch.poll() is None
+    assert not launch.has_workers()
+    launch.kill()
+    assert launch.poll() == -signal.SIGKILL
+    assert still_there([launch.pid]) == []
+    (nodes.directory / "go").touch()
+    nodes.does("import os; print(os.getpid(), os.getppid(), flush=True)")
+    next_launch, (_, parent) = nodes.launch(launchers, generation=2)
+    assert parent == next_launch.pid != launch.pid
+
+
+def test_a_launch_fails_with_its_server(nodes: NodeLaunchers) -> None:
+    launch, pids = nodes.launched("import os, time; print(os.getpid(), flush=True); time.sleep(600)")
+    os.kill(launch.pid, signal.SIGKILL)
+    assert launch.wait(90) == -signal.SIGKILL
+    until(lambda: still_there(pids) == [])
+
+
+def test_a_server_that_died_while_it_waited_is_replaced(nodes: NodeLaunchers) -> None:
+    nodes.does("import os; print(os.getppid(), flush=True)")
     launchers = nodes.launchers("node")
     launchers.prepare()
-    dead = launchers.ready
+    dead = launchers.server
     assert dead is not None
     dead.kill()
     dead.wait()
-    _, pids = nodes.launch(launchers)
-    assert pids != [dead.pid]
+    _, parents = nodes.launch(launchers)
+    assert parents != [dead.pid]
 
 
-def test_a_launcher_without_work_is_ended(nodes: NodeLaunchers) -> None:
+def test_a_server_without_work_is_ended(nodes: NodeLaunchers) -> None:
     nodes.does("pass")
     launchers = nodes.launchers("node")
     launchers.close()
     launchers.prepare()
-    ready = launchers.ready
-    assert ready is not None
+    server = launchers.server
+    assert server is not None
     launchers.close()
-    assert ready.poll() is not None
-    assert still_there([ready.pid]) == []
+    assert server.poll() is not None
+    assert still_there([server.pid]) == []
+
+
+def test_what_an_import_prints_is_no_answer(nodes: NodeLaunchers) -> None:
+    nodes.does("print('1', flush=True)")
+    module = nodes.packages / "torch" / "distributed" / "run.py"
+    module.write_text("print(7)\n" + module.read_text())
+    launch, _ = nodes.launch(nodes.launchers("node"))
+    assert launch.wait(90) == 0
 
 
 def test_workers_get_their_environment_and_an_empty_standard_input(nodes: NodeLaunchers) -> None:
     script = "import os, sys; print(os.environ['PACKTRAIN_GENERATION'], len(sys.stdin.read()), flush=True)"
     launch, said = nodes.launched(script)
     assert said == [1, 0]
-    assert launch.process.wait(timeout=90) == 0
+    assert launch.wait(90) == 0
 
 
 def test_a_launcher_that_cannot_start_fails_the_launch_and_its_log_says_why(nodes: NodeLaunchers) -> None:
@@ -371,7 +410,7 @@ def test_a_launcher_that_cannot_start_fails_the_launch_and_its_log_says_why(node
     (home / "logs").mkdir()
     directories = Directories(home / "logs", home / "control", home / "checkpoints")
     launch = launchers.launch(a_generation(1, "a"), 0, directories)
-    assert launch.process.wait(timeout=90) == 1
+    assert launch.wait(90) == 1
     assert last_output(home / "logs").launcher.rstrip().endswith("ImportError: no such thing")
 
 

@@ -31,7 +31,7 @@ from packtrain.run.run import Run
 from packtrain.store import Store, StoreError, open_store
 from packtrain.train.control import CONTROL_VARIABLE
 from parts.faulty import FaultyStore
-from parts.nodes import FakeLaunchers, fake_node, look_until_settled
+from parts.nodes import fake_node, look_until_settled
 from parts.runs import a_generation, a_lease, new_run, program_job, read_files, recipe_job
 
 PATIENCE_SECONDS = 120.0
@@ -122,7 +122,7 @@ class Machine:
         return all((self.scratch / str(rank)).exists() for rank in ranks)
 
     def processes(self) -> list[psutil.Process]:
-        """Launchers, workers and what they started."""
+        """The fork server, launchers, workers and what they started."""
         found = []
         for process in psutil.process_iter():
             try:
@@ -246,7 +246,7 @@ def test_launcher_and_workers_end_with_a_killed_node(machine: Machine) -> None:
     run = machine.run_of(WORK, fleet={"local": {}, "workers": 2})
     node = machine.start(run)
     until(lambda: machine.working(0, 1), "the workers")
-    assert len(machine.processes()) == 3
+    assert len(machine.processes()) == 4, "the fork server, the launcher and two workers"
     node.kill()
     until(lambda: machine.processes() == [], "the end of all processes")
     assert run.result() is None
@@ -349,23 +349,6 @@ def test_a_result_that_the_store_refused_is_written_later_and_nothing_restarts(
     assert result is not None
     assert result.status == "finished"
     assert len(run.generations()) == 1
-
-
-@pytest.mark.parametrize("first", ["a step", "ten seconds"])
-def test_the_next_launcher_is_prepared_after_the_first_step_and_ten_seconds(
-    first: str, directory_store: Store, stepped: Callable[..., Stepped]
-) -> None:
-    one = stepped(new_run(directory_store, recipe_job()))
-    launchers: FakeLaunchers = one.node.launchers  # type: ignore[assignment]
-    one.look(3)
-    assert one.node.group is not None
-    for is_last, is_step in ((False, first == "a step"), (True, first != "a step")):
-        if is_step:
-            one.node.group.control.report_step()
-        else:
-            one.clock.now += 10
-        one.look()
-        assert launchers.is_ready == is_last
 
 
 def test_the_programs_directory_is_restored_once(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
@@ -30,6 +31,10 @@ class FakeLaunch:
     def poll(self) -> int | None:
         return self.code
 
+    def wait(self, seconds: float) -> int | None:
+        time.sleep(seconds)
+        return self.code
+
     def has_workers(self) -> bool:
         return self.workers and self.code is None
 
@@ -43,15 +48,10 @@ class FakeLaunch:
 class FakeLaunchers:
     """Starts no process."""
 
-    def __init__(self) -> None:
-        self.is_ready = False
-
     def launch(self, *_: object) -> FakeLaunch:
-        self.is_ready = False
         return FakeLaunch()
 
-    def prepare(self) -> None:
-        self.is_ready = True
+    def prepare(self) -> None: ...
 
     def close(self) -> None: ...
 

@@ -1,4 +1,4 @@
-"""The node's side of a launch: starts the launcher process (launcher.py), which starts the workers, and ends them.
+"""The node's side of a launch: has the fork server (launcher.py) start a launcher and its workers, and ends them.
 
 Nothing here imports torch: this runs in the node.
 """
@@ -10,14 +10,18 @@ import json
 import os
 import random
 import re
+import select
 import signal
 import socket
 import subprocess
 import sys
+import threading
+import time
 from collections.abc import Mapping
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
+from typing import TypedDict
 
 import psutil
 
@@ -42,8 +46,10 @@ from packtrain.train.control import (
     SUBMIT_VARIABLE,
 )
 
+LAUNCHER_LOG = "launcher.log"
 _WORKER = Path(packtrain.train.__file__).with_name("__main__.py")
 _KILL_WAIT_SECONDS = 5.0
+_PIPE_BYTES = 4096  # the answers are two short lines
 _TAIL_BYTES = 8192  # of each log: enough for the last traceback
 # Below the ephemeral ports, which the system gives to any connection.
 _PORTS = range(20_000, 30_000)
@@ -86,7 +92,7 @@ def launcher_arguments(generation: Generation, rank: int, program: tuple[str, ..
         "--rdzv-id", f"generation-{generation.number}",
         "--rdzv-conf", f"rank={rank},listen={listen}",
         "--max-restarts", "0",  # a restart is a new generation, which the nodes agree on
-        "--monitor-interval", "0.2",
+        "--monitor-interval", "0.1",
         "--redirects", "3",
         "--log-dir", str(logs),
     ]  # fmt: skip
@@ -161,112 +167,185 @@ def _without_other_launchers(inherited: Mapping[str, str]) -> dict[str, str]:
     }
 
 
+class Work(TypedDict):
+    """What the fork server is told of a generation, in JSON."""
+
+    arguments: list[str]
+    environment: dict[str, str]
+    log: str
+
+
 class Launchers:
-    """Starts launchers; the next one can be prepared while workers run."""
+    """Starts a launcher for each generation, by a fork server that is started ahead of time."""
 
     def __init__(self, run: Run, home: Path, workers: int, inherited: Mapping[str, str]) -> None:
         self._run, self._home, self._inherited = run, home, inherited
-        # If the node dies, `kill_marked` finds its launcher by these. The workers get their own with the work.
-        marks = {RUN_VARIABLE: run.name, STORE_VARIABLE: run.store.url, CONTROL_VARIABLE: str(home / "launcher")}
+        self._mark = str(home / "launcher")
+        # If the node dies, `kill_marked` finds what it started by these. The workers get their own with the work.
+        marks = {RUN_VARIABLE: run.name, STORE_VARIABLE: run.store.url, CONTROL_VARIABLE: self._mark}
         quiet = {} if run.job.recipe is None else _OF_FORKED_WORKERS
         self._command = [sys.executable, "-m", "packtrain.node.launcher", *([run.job.recipe] if run.job.recipe else [])]
         self._environment = {**_defaults(workers), **quiet, **_without_other_launchers(inherited), **marks}
-        self.ready: subprocess.Popen[bytes] | None = None  # a launcher without work
+        self.server: subprocess.Popen[bytes] | None = None
+        self._latest: Launch | None = None
 
     def prepare(self) -> None:
-        """Start the next launcher ahead of time, for some seconds of CPU time and the memory of torch."""
+        """Start the server, for some seconds of CPU time and the memory of torch."""
         with suppress(OSError):  # if it fails, the next launch starts one
-            self.ready = self.ready or self._start()
+            self.server = self.server or self._start()
 
     def launch(self, generation: Generation, rank: int, directories: Directories) -> Launch:
-        """Give a launcher its work. If it dies before reading it, the launch looks like a failed one, with its log."""
+        """Have a launcher started. If the server dies before, the launch looks like a failed one, with its log."""
         environment = worker_environment(self._run, generation, rank, directories, self._inherited)
         program = with_places(self._run.job.program, environment)
-        work = {
+        log = directories.logs / LAUNCHER_LOG
+        work: Work = {
             "arguments": launcher_arguments(generation, rank, program, directories.logs),
             "environment": environment,
+            "log": str(log),
         }
-        if self.ready is not None and self.ready.poll() is not None:  # it died while it waited
+        # A launcher that outlived its kill, in a system call that does not return, keeps its server waiting.
+        if self._latest is not None and self._latest.poll() is None:
             self.close()
-        process, self.ready = self.ready or self._start(), None
-        # It was started before the generation was known, so its log was elsewhere. An open file can be renamed.
-        self._log.rename(directories.logs / "launcher.log")
-        assert process.stdin is not None
-        with suppress(BrokenPipeError), process.stdin:  # closed after one line: the launcher reads nothing else
-            process.stdin.write(json.dumps(work).encode() + b"\n")
-        return Launch(process, str(directories.control))
+        if self.server is not None and self.server.poll() is not None:  # it died while it waited
+            self.close()
+        server = self.server = self.server or self._start()
+        if self._log.exists():  # of this server's start, which the first launch is part of
+            self._log.rename(log)
+        assert server.stdin is not None
+        with suppress(BrokenPipeError):
+            server.stdin.write(json.dumps(work).encode() + b"\n")
+            server.stdin.flush()
+        self._latest = Launch(server, (str(directories.control), self._mark))
+        return self._latest
 
     def close(self) -> None:
-        if self.ready is not None:
-            self.ready.kill()
-            self.ready.wait()
-            self.ready = None
+        if self.server is not None:
+            _end(self.server)
+            self.server = None
 
     @property
     def _log(self) -> Path:
-        return self._home / "launcher.log"
+        return self._home / LAUNCHER_LOG
 
     def _start(self) -> subprocess.Popen[bytes]:
         with self._log.open("wb") as log:
-            return subprocess.Popen(
+            server = subprocess.Popen(
                 self._command,
                 stdin=subprocess.PIPE,
-                stdout=log,
-                stderr=subprocess.STDOUT,
+                stdout=subprocess.PIPE,
+                stderr=log,
                 cwd=self._home / "code",
                 env=self._environment,
                 start_new_session=True,  # signals of the terminal are for the node, which stops the workers in order
                 preexec_fn=_end_with_node,  # noqa: PLW1509 - prctl alone, before any thread of the child
             )
+        assert server.stdout is not None
+        os.set_blocking(server.stdout.fileno(), False)
+        return server
 
 
 class Launch:
-    """The launcher of one generation and its workers."""
+    """The launcher of one generation and its workers. All of them descend from the process `pid`, the fork server.
 
-    def __init__(self, process: subprocess.Popen[bytes], mark: str) -> None:
-        self.process, self._mark = process, mark
+    Processes that the server forked have the second mark, those that they executed have the first.
+    """
+
+    def __init__(self, server: subprocess.Popen[bytes], marks: tuple[str, str]) -> None:
+        self._server, (self._mark, self._server_mark) = server, marks
+        self._launcher: psutil.Process | None = None
+        self._answers = b""
+        self._code: int | None = None
+        self._reading = threading.Lock()  # the deadline ends workers from a thread of its own
 
     @property
     def pid(self) -> int:
-        return self.process.pid
+        return self._server.pid
 
     def poll(self) -> int | None:
-        return self.process.poll()
+        """Return the launcher's exit code, or None while it runs; the server's, if that died."""
+        return self.wait(0.0)
+
+    def wait(self, seconds: float) -> int | None:
+        """Like `poll`, but wait for the end."""
+        deadline = time.monotonic() + seconds
+        assert self._server.stdout is not None
+        while self._code is None:
+            left = max(0.0, deadline - time.monotonic())
+            if self._server.stdout.closed:  # the server was killed, because it or its launcher did not end
+                self._code = -signal.SIGKILL
+            elif select.select([self._server.stdout], [], [], left)[0]:
+                self._read_answers()
+            elif left == 0.0:
+                break
+        return self._code
+
+    def _read_answers(self) -> None:
+        assert self._server.stdout is not None
+        with self._reading, suppress(BlockingIOError):  # another thread was faster
+            data = os.read(self._server.stdout.fileno(), _PIPE_BYTES)
+            if not data:  # the server has ended, and with it the launcher
+                self._code = self._server.wait()
+                return
+            self._answers += data
+            pid, *code = self._answers.split(b"\n")[:-1]
+            if self._launcher is None:
+                with suppress(psutil.NoSuchProcess):
+                    self._launcher = psutil.Process(int(pid))
+            if code:
+                self._code = int(code[0])
 
     def has_workers(self) -> bool:
+        self.poll()
         try:
-            return bool(psutil.Process(self.process.pid).children())
+            return self._launcher is not None and bool(self._launcher.children())
         except psutil.NoSuchProcess:
             return False
 
     def terminate(self) -> None:
         """Send SIGTERM: the launcher passes it on to the workers and gives them half a minute."""
-        self.process.terminate()
+        if self.poll() is None:
+            with suppress(psutil.NoSuchProcess):
+                (self._launcher or self._server).terminate()
 
     def kill(self) -> None:
         """Kill the launcher and every process that it and its workers started."""
+        if self.poll() is None and self._launcher is None:  # the server must not fork it a moment later
+            _end(self._server)
         family = self._family()  # before the kill: orphans have another parent
-        self.process.kill()
-        # A process blocked in the kernel, as on a dead network mount, ends only when the kernel call returns.
-        with suppress(subprocess.TimeoutExpired):
-            self.process.wait(_KILL_WAIT_SECONDS)
+        # The launcher first: it would report each worker that it sees dying.
         for process in family:
             with suppress(psutil.NoSuchProcess):
                 process.kill()
+        # A process blocked in the kernel, as on a dead network mount, ends only when the kernel call returns.
         psutil.wait_procs(family, timeout=_KILL_WAIT_SECONDS)
+        self.wait(_KILL_WAIT_SECONDS)
 
     def _family(self) -> list[psutil.Process]:
-        """Return all descendants; orphans, whose parent is gone, are found by the mark in their environment."""
-        family = {process for process in psutil.process_iter() if _mark_of(process) == self._mark}
-        if self.process.poll() is None:
+        """Return the launcher and all descendants; orphans are found by the mark in their environment."""
+        family: dict[psutil.Process, None] = {}
+        if self._launcher is not None and self._code is None:
             with suppress(psutil.NoSuchProcess):
-                family.update(psutil.Process(self.process.pid).children(recursive=True))
+                family = dict.fromkeys([self._launcher, *self._launcher.children(recursive=True)])
+        marks = {self._mark} if self._server.poll() is None else {self._mark, self._server_mark}
+        family |= dict.fromkeys(process for process in psutil.process_iter() if _mark_of(process) in marks)
         return list(family)
+
+
+def _end(server: subprocess.Popen[bytes]) -> None:
+    """Kill a fork server; a launcher of it gets SIGTERM."""
+    server.kill()
+    with suppress(subprocess.TimeoutExpired):
+        server.wait(_KILL_WAIT_SECONDS)
+    for pipe in (server.stdin, server.stdout):
+        assert pipe is not None
+        with suppress(BrokenPipeError):
+            pipe.close()
 
 
 def last_output(logs: Path) -> LastOutput:
     """Return the ends of the launcher's log and of the workers' stderr."""
-    return LastOutput(_tail(logs / "launcher.log"), "\n".join(map(_tail, sorted(logs.rglob("stderr.log")))))
+    return LastOutput(_tail(logs / LAUNCHER_LOG), "\n".join(map(_tail, sorted(logs.rglob("stderr.log")))))
 
 
 def _tail(path: Path) -> str:

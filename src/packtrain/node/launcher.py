@@ -1,10 +1,14 @@
-"""The launcher process, `python -m packtrain.node.launcher [RECIPE]`: torch's launcher, and what workers import.
+"""The fork server, `python -m packtrain.node.launcher [RECIPE]`: one per machine, and the parent of its launchers.
 
-The node starts it ahead of time (launch.py), because importing torch takes seconds that a restart would have to wait
-for. Workers that train a recipe are forked from it, and so have all of that from their first moment; therefore nothing
-here may start a thread or use a device. Its work comes as one line on standard input, so that a password in the
-workers' environment is in no file and no process list. If standard input closes without a line, the node is gone, and
-it exits. It finds the launchers of the other machines by rendezvous.py, and starts the workers.
+Importing torch takes seconds of CPU time, which a restart would have to wait for. So the node starts this process ahead
+of time (launch.py); it imports what launchers and workers need, and forks a launcher for each generation. That is
+torch's: it finds the launchers of the other machines by rendezvous.py and starts the workers. Those of a recipe are
+forked, too, and so have every import from their first moment; therefore nothing here may start a thread or use a
+device.
+
+The work of a generation comes as one line on standard input, so that a password in the workers' environment is in no
+file and no process list. The answers are two lines on standard output: the launcher's process id, and its exit code.
+When standard input closes, the node is gone, and this process exits.
 """
 
 from __future__ import annotations
@@ -12,16 +16,24 @@ from __future__ import annotations
 import gc
 import json
 import os
+import signal
 import sys
 from importlib import import_module
+from typing import TYPE_CHECKING
 
 from packtrain.recipes import recipe_class
+from packtrain.system import end_with_parent
+
+if TYPE_CHECKING:  # its imports are the node's, and would only delay the launcher of a program
+    from packtrain.node.launch import Work
 
 # What every worker imports before its first step. Optimizers of torch import its compiler, whether they use it or not.
 _OF_WORKERS = ("torch._dynamo", "torch.nn.parallel", "packtrain.fleet.local", "packtrain.train.worker")
 
 
 def main(recipe: str | None) -> None:
+    answers = os.dup(sys.stdout.fileno())
+    os.dup2(sys.stderr.fileno(), sys.stdout.fileno())  # what an import prints is no answer
     gc.disable()  # looking for garbage among modules takes a fifth of the time of importing them
     from torch.distributed.run import main as launch
 
@@ -29,16 +41,10 @@ def main(recipe: str | None) -> None:
         prepare_workers(recipe)
     gc.freeze()  # nor do workers look there, which would copy the memory that they share
     gc.enable()
-    line = sys.stdin.buffer.readline()
-    if not line.endswith(b"\n"):
-        return
-    null = os.open(os.devnull, os.O_RDONLY)  # the workers must not inherit the node's pipe
-    os.dup2(null, sys.stdin.fileno())
-    os.close(null)
-    work = json.loads(line)
-    os.environ.clear()  # the workers' environment is exactly what the node decided
-    os.environ.update(work["environment"])
-    launch(work["arguments"])
+    work = serve(answers)
+    if work is not None:
+        become_launcher(work)
+        launch(work["arguments"])
 
 
 def prepare_workers(recipe: str) -> None:
@@ -46,6 +52,35 @@ def prepare_workers(recipe: str) -> None:
         import_module(module)
     if ":" not in recipe:  # a user's own is left to the workers: it may do anything when it is imported
         recipe_class(recipe)
+
+
+def serve(answers: int) -> Work | None:
+    """Fork a launcher for each line of standard input. Return its work in the launcher, and None in the server."""
+    server = os.getpid()
+    while (line := sys.stdin.buffer.readline()).endswith(b"\n"):
+        launcher = os.fork()
+        if launcher == 0:
+            end_with_parent(signal.SIGTERM)
+            if os.getppid() != server:  # it died before that
+                return None
+            os.close(answers)
+            work: Work = json.loads(line)
+            return work
+        os.write(answers, b"%d\n" % launcher)
+        _, status = os.waitpid(launcher, 0)
+        os.write(answers, b"%d\n" % os.waitstatus_to_exitcode(status))
+    return None
+
+
+def become_launcher(work: Work) -> None:
+    null = os.open(os.devnull, os.O_RDONLY)  # the workers must not inherit the node's pipe
+    log = os.open(work["log"], os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600)
+    for source, target in ((null, sys.stdin), (log, sys.stdout), (log, sys.stderr)):
+        os.dup2(source, target.fileno())
+    os.close(null)
+    os.close(log)
+    os.environ.clear()  # the workers' environment is exactly what the node decided
+    os.environ.update(work["environment"])
 
 
 if __name__ == "__main__":

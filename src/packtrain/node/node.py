@@ -60,7 +60,6 @@ LOOK_SECONDS = 2.0  # between two looks at the store while workers run ...
 IDLE_SECONDS = 1.0  # ... and while there are none
 _TICK_SECONDS = 0.2  # between two looks at this machine
 _RESULT_LOOKS = 5  # running workers mean that there is no result: the store is asked less often
-_NEXT_LAUNCHER_SECONDS = 10.0  # after workers began
 _END_SECONDS = 20.0  # for the last records, after the deadline
 _SWEEP_SECONDS = 10.0  # to finish taking over from dead nodes, before this one leaves
 
@@ -196,7 +195,10 @@ class Node:
                 break
             if self.preemption.notice is not notice:
                 break
-            time.sleep(_TICK_SECONDS)
+            if group is not None and group.launch is not None and group.launch.poll() is None:
+                group.launch.wait(_TICK_SECONDS)  # no longer than until the workers have exited
+            else:
+                time.sleep(_TICK_SECONDS)
         self._hurry = False
 
     # One look at the store.
@@ -349,9 +351,6 @@ class Node:
 
     def _look_after(self, group: WorkerGroup) -> None:
         group.oom_watch.look(self._clock())
-        # Not before the first step: importing torch would slow the workers' own start. Nor for a run that is soon over.
-        if group.is_under_way(self._clock()) and self._clock() - group.began > _NEXT_LAUNCHER_SECONDS:
-            self.launchers.prepare()
         if self.preemption.risk is not None and not self._heeded_risk and group.is_under_way(self._clock()):
             self._heeded_risk = True
             self._tell("warning", f"{self.preemption.risk.reason}; committing a checkpoint, and continuing")
