@@ -168,7 +168,7 @@ def _without_other_launchers(inherited: Mapping[str, str]) -> dict[str, str]:
 
 
 class Work(TypedDict):
-    """What the fork server is told of a generation, in JSON."""
+    """The work of a generation, as the fork server reads it in JSON."""
 
     arguments: list[str]
     environment: dict[str, str]
