@@ -3,9 +3,10 @@
     python benchmarks/input.py [--json] [--rounds 5] [--images 384] [--workers 2] [--photos FOLDER]
 
 Random resized crops of 224 pixels, mirrored at random, uint8 batches of 128. All contenders read the same JPEGs, each
-in its own recommended format, and take turns in one run, in random order. The JPEGs are those below FOLDER, again and
-again if they are fewer, or else made-up ones. CPU time counts all processes and threads. Peers that are not installed
-are listed (`pip install '.[bench]'` in the checkout installs those on PyPI).
+in its own recommended format, and take turns in one run, in random order. The JPEGs are those below FOLDER, or parts of
+them if they are larger than ImageNet's, again and again if they are fewer; or else made-up ones. CPU time counts all
+processes and threads. Peers that are not installed are listed (`pip install '.[bench]'` in the checkout installs those
+on PyPI).
 """
 
 from __future__ import annotations
@@ -76,21 +77,39 @@ def photograph(rng: np.random.Generator, width: int, height: int) -> Image.Image
 
 def photographs(count: int) -> list[bytes]:
     rng = np.random.default_rng(1)
+    return [encoded(rng, photograph(rng, *shape)) for shape in shapes(rng, count)]
+
+
+def shapes(rng: np.random.Generator, count: int) -> list[tuple[int, int]]:
     weights = np.array([weight for _, _, weight in SHAPES], float)
-    jpegs = []
-    for shape in rng.choice(len(SHAPES), count, p=weights / weights.sum()):
-        width, height, _ = SHAPES[shape]
-        out = io.BytesIO()
-        photograph(rng, width, height).save(out, "JPEG", quality=int(rng.integers(90, 96)), subsampling="4:2:0")
-        jpegs.append(out.getvalue())
-    return jpegs
+    return [SHAPES[shape][:2] for shape in rng.choice(len(SHAPES), count, p=weights / weights.sum())]
+
+
+def encoded(rng: np.random.Generator, image: Image.Image) -> bytes:
+    out = io.BytesIO()
+    image.save(out, "JPEG", quality=int(rng.integers(90, 96)), subsampling="4:2:0")
+    return out.getvalue()
 
 
 def photographs_in(folder: Path, count: int) -> list[bytes]:
+    """Return the JPEGs below a folder, in turn. Of those larger than ImageNet's, parts of its sizes."""
     found = [path.read_bytes() for path in sorted(folder.rglob("*")) if path.suffix.lower() in (".jpg", ".jpeg")]
     if not found:
         raise SystemExit(f"{folder}: no JPEGs")
-    return [found[number % len(found)] for number in range(count)]
+    rng = np.random.default_rng(1)
+    return [part_of(found[number % len(found)], rng, shape) for number, shape in enumerate(shapes(rng, count))]
+
+
+def part_of(jpeg: bytes, rng: np.random.Generator, shape: tuple[int, int]) -> bytes:
+    image = Image.open(io.BytesIO(jpeg)).convert("RGB")
+    largest = min(side // wanted for side, wanted in zip(image.size, shape, strict=True))
+    if largest < 2:
+        return jpeg
+    scale = int(rng.integers(max(2, largest // 2), largest + 1))  # at least 2: its own compression is not seen anymore
+    width, height = (scale * wanted for wanted in shape)
+    left, top = int(rng.integers(0, image.width - width + 1)), int(rng.integers(0, image.height - height + 1))
+    box = (left, top, left + width, top + height)
+    return encoded(rng, image.resize(shape, Image.Resampling.LANCZOS, box))
 
 
 def crop_with_pillow(data: bytes | Image.Image) -> torch.Tensor:
