@@ -128,6 +128,14 @@ def test_gradients_can_be_accumulated_in_shards_instead(forker: WorkerForker) ->
         assert (seen["reduced before"], seen["reduced"]) == ([0, 3, 6], 9)
 
 
+def test_only_the_first_worker_has_memory_for_a_whole_model_and_all_begin_with_its_weights(
+    forker: WorkerForker,
+) -> None:
+    begun = {"model": True, "model is tied": True, "average": True, "average is tied": True}
+    ranks = [{"built with memory": is_first, **begun} for is_first in (True, False)]
+    assert forker.succeed("begin_sharded", 2) == ranks
+
+
 @pytest.mark.parametrize("precision", ["bf16", "fp16"])
 def test_sharded_weights_in_16_bits_lead_to_nearly_the_same_losses(training: Training, precision: str) -> None:
     settings = {"precision": precision, "micro_batch": "1 samples", "ema": 0.9}

@@ -581,6 +581,39 @@ def watch_sharded(precision: str, accumulate: str) -> dict[str, Any]:
     return seen
 
 
+class Tied(ChannelsLast):
+    """Two of its modules have one weight; its buffers are not all zero."""
+
+    on_meta: list[bool]
+
+    def build_model(self) -> nn.Module:
+        model = super().build_model()
+        model.twin = nn.Linear(4, 1)
+        model.twin.weight = model.out.weight
+        model.register_buffer("places", torch.arange(3.0), persistent=False)
+        self.on_meta = [one.is_meta for one in (*model.parameters(), *model.buffers())]
+        return model
+
+
+def begin_sharded() -> dict[str, Any]:
+    """Build a sharded model with an average, and compare it with a whole one."""
+    world = here()
+    job = tiny_job(train={"exchange": {"fsdp": {}}, "ema": 0.9})
+    recipe = Tied(job)
+    engine = Engine(recipe, job.train, world)
+    seen = {"built with memory": not any(recipe.on_meta)}
+    torch.manual_seed(job.train.seed)
+    whole = dict(recipe.build_model().named_parameters())
+    assert engine.ema is not None
+    for name, model in (("model", engine.model), ("average", engine.ema.model)):
+        plain = engine.gradient_sync.plain(model)
+        equal = {name: torch.equal(one, whole[name]) for name, one in plain.named_parameters()}
+        seen[name] = equal == dict.fromkeys(whole, True) and plain.places.tolist() == [0.0, 1.0, 2.0]
+        seen[f"{name} is tied"] = model.twin.weight is model.out.weight
+    world.leave()
+    return seen
+
+
 def overflow_sharded() -> dict[str, Any]:
     """Make a step whose gradients overflow fp16 on the first rank alone, and one that fits."""
     world = here()

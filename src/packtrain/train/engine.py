@@ -6,6 +6,7 @@ import copy
 import math
 import random
 from collections.abc import Callable, Collection, Mapping, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass
 
 import numpy as np
@@ -60,8 +61,11 @@ class Engine:
         self._recipe, self._settings, self._world = recipe, settings, world
         self.clock = clock or clock_of(world.device)
         torch.manual_seed(settings.seed)  # the same initial weights on every rank, without sending them
-        self.model = recipe.build_model()
-        if not (settings.exchange.shards_model and world.num_ranks > 1):  # fsdp moves it shard by shard
+        sharded = settings.exchange.shards_model and world.num_ranks > 1
+        # Of a sharded model, the other ranks get only their parts: each machine would need memory for several wholes.
+        with torch.device("meta") if sharded and not world.is_first else nullcontext():
+            self.model = recipe.build_model()
+        if not sharded:  # fsdp moves it layer by layer
             self.model.to(world.device)
         self.ema = None if settings.ema is None else Ema(self.model, settings.ema)
         self.precision = Precision(settings, world.device, world.has_bf16)

@@ -471,9 +471,10 @@ def _split_like(values: Tensor, tensors: Sequence[Tensor]) -> list[Tensor]:
 class FsdpSync(GradientSync):
     """Weights, gradients and the optimizer's state are sharded among the ranks, and gathered where needed.
 
-    Shards are in fp32. Weights are gathered in the precision that computes, and gradients are averaged in fp32.
-    Autocast finds the weights in 16 bits already: it casts and keeps none of them, but still chooses the precision of
-    each operation, as it does with the other kinds of sync.
+    Only the first rank's model has weights before; those of the others have no memory. Shards are in fp32. Weights are
+    gathered in the precision that computes, and gradients are averaged in fp32. Autocast finds the weights in 16 bits
+    already: it casts and keeps none of them, but still chooses the precision of each operation, as it does with the
+    other kinds of sync.
     """
 
     saves_parts = True
@@ -489,13 +490,15 @@ class FsdpSync(GradientSync):
     ) -> None:
         from torch.distributed.device_mesh import init_device_mesh
 
+        for one in (model, *followers):
+            _send_buffers(one, world)
         super().__init__(model, world, clock)
         self._accumulates_shards = not settings.whole_gradients
         self._weight_bytes = dtype.itemsize
         self._outline = _outline(model, dtype)
         mesh = init_device_mesh(world.device.type, (world.num_ranks,))
         for one in (model, *followers):
-            _shard(one, mesh, dtype)
+            _shard(one, world, mesh, dtype)
 
     def micro_batch(self, last: bool) -> AbstractContextManager[object]:
         sharded = cast("FSDPModule", self._model)
@@ -530,26 +533,56 @@ class FsdpSync(GradientSync):
         return copy.deepcopy(self._outline, filled)
 
 
-def _shard(model: nn.Module, mesh: DeviceMesh, dtype: torch.dtype) -> None:
-    """Shard a model in place; the layers of a list are used one after the other, and gathered one by one."""
+def _shard(model: nn.Module, world: World, mesh: DeviceMesh, dtype: torch.dtype) -> None:
+    """Shard a model in place; the layers of a list are used one after the other, and gathered one by one.
+
+    Each layer is sent and sharded before the next, so that a device never holds more than one whole.
+    """
     import torch
     from torch import nn
     from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 
-    for parameter in model.parameters():  # channels last cannot be sharded
-        parameter.data = parameter.data.contiguous()
     # Inputs are left to autocast, which keeps sums over layers in fp32.
     policy = MixedPrecisionPolicy(dtype, torch.float32, cast_forward_inputs=False)
     norms = _norms(model)
     if norms and dtype != torch.float32:
+        _send_weights(norms, world)
         # Gathered together, once per step: all of them are smaller than a matrix.
         in_fp32 = MixedPrecisionPolicy(cast_forward_inputs=False)
         fully_shard(norms, mesh=mesh, mp_policy=in_fp32, reshard_after_forward=False)
-    for layers in [module for module in model.modules() if isinstance(module, nn.ModuleList)]:
-        for layer in layers:
-            if layer not in norms:
-                fully_shard(layer, mesh=mesh, mp_policy=policy)
-    fully_shard(model, mesh=mesh, mp_policy=policy)
+    lists = [module for module in model.modules() if isinstance(module, nn.ModuleList)]
+    layers = [layer for one in lists for layer in one if layer not in norms]
+    for part in (*layers, model):
+        _send_weights([part], world)
+        fully_shard(part, mesh=mesh, mp_policy=policy)
+
+
+def _send_weights(modules: Iterable[nn.Module], world: World) -> None:
+    """Give all ranks the first one's weights of these modules, where they are not sharded yet, on their devices."""
+    import torch
+    from torch import nn
+    from torch.distributed.tensor import DTensor
+
+    unsent = {one: None for module in modules for one in module.parameters() if not isinstance(one, DTensor)}
+    for parameter in unsent:
+        if parameter.is_meta:
+            whole = nn.Parameter(torch.empty_like(parameter, device=world.device), parameter.requires_grad)
+            # In place: a weight may be that of several modules.
+            torch.utils.swap_tensors(parameter, whole)  # type: ignore[no-untyped-call]
+        # Channels last cannot be sharded.
+        parameter.data = parameter.data.to(world.device).contiguous()
+    world.broadcast_all([parameter.data for parameter in unsent])
+
+
+def _send_buffers(model: nn.Module, world: World) -> None:
+    """Give all ranks the first one's buffers, on their devices."""
+    import torch
+
+    for module in model.modules():
+        for name, buffer in module.named_buffers(recurse=False):
+            there = torch.empty_like(buffer, device=world.device) if buffer.is_meta else buffer.to(world.device)
+            module._buffers[name] = there
+    world.broadcast_all(_buffers([model]))
 
 
 def _norms(model: nn.Module) -> list[nn.Module]:
