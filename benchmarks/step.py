@@ -1,28 +1,30 @@
 """Overhead of Packtrain per training step, against loops with the same model and batches.
 
-    python benchmarks/step.py [--json] [--rounds 300] [translate|classify|chat|caption]
+    python benchmarks/step.py [--json] [--rounds 8] [--bursts 3] [--steps 20] [translate|classify|chat|caption]
 
 The bare loop does what any script does: make the batch, forward, backward, clip, Adam, EMA; Lightning Fabric and
 Accelerate do the same with their own calls. Ours is the whole Trainer: loader, step sync, watchdog, metrics in a store.
 
-A round is one step of every contender on the same batch, in random order, on one thread each, one after the other: what
-else the machine does falls on all of them alike. Measured is the CPU time of the thread that makes the steps. What
-other threads need (those that decode images, our loader, those that write metrics by the second) is measured before the
-rounds, in steps of one contender alone. The overhead is the median of the differences to the bare loop in the same
-round, with a bootstrap interval, plus the difference of the other threads. `bare loop, again` shows what this
+Every contender is a process of its own with one thread to compute. They take turns in random order, a burst of steps
+each, so that what else the machine does falls on all alike. Measured is the CPU time of the whole process: the loader,
+the threads that decode images and those that write metrics are part of it. Where its tensors are in memory makes the
+same loop faster or slower for as long as a process lives; so a round starts all of them anew, and what counts is the
+median over the rounds of the difference to the bare loop, with a bootstrap interval. `bare loop, again` shows what this
 measurement can tell. JoeyNMT has its own model: benchmarks/translate.py.
 """
 
 from __future__ import annotations
 
+import multiprocessing
 import os
 import tempfile
-import threading
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from importlib.util import find_spec
+from itertools import count
+from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 
@@ -34,7 +36,6 @@ from torch import Tensor, nn
 
 import bench
 from packtrain.data.pack import Pack
-from packtrain.job import Job
 from packtrain.job.load import load_job
 from packtrain.pack.build import PlainProgress
 from packtrain.pack.packing import pack
@@ -51,9 +52,14 @@ from packtrain.train.trainer import Trainer
 from packtrain.train.world import World
 
 EXAMPLE = Path(__file__).parent.parent / "examples" / "translate.yaml"
+SETTINGS = ["checkpoint.every=1 h", "evaluate.every=null", "data.test=[]", "data.valid=[]"]
 WARM_UP_STEPS = 5
+SETTLED_SECONDS = 0.3  # after a burst, until our loader has made the batches that are ready at the start of the next
 BOOTSTRAPS = 2000
-BARE, OURS = "bare PyTorch loop", "packtrain"
+BARE, AGAIN, OURS = "bare PyTorch loop", "bare loop, again", "packtrain"
+
+Tick = Callable[[], None]
+"""Called by a contender after every step."""
 
 
 @dataclass
@@ -70,49 +76,6 @@ class Timer:
     def seconds_per_step(self) -> tuple[float, float]:
         steps = len(self.wall) - WARM_UP_STEPS
         return tuple((one[-1] - one[WARM_UP_STEPS - 1]) / steps for one in (self.wall, self.processor))  # type: ignore[return-value]
-
-
-class Contender:
-    """A training loop in a thread, which makes one step at a time: `work` calls what it is given after each."""
-
-    def __init__(self, work: Callable[[Callable[[], None]], None]) -> None:
-        self._work = work
-        self._go, self._made = threading.Semaphore(0), threading.Semaphore(0)
-        self._since = self._seconds = 0.0
-        self._error: BaseException | None = None
-        self._thread = threading.Thread(target=self._run, daemon=True)
-        self._thread.start()
-
-    def step(self) -> float:
-        """Let it make a step; return the CPU seconds of its thread."""
-        self._go.release()
-        self._made.acquire()
-        if self._error is not None:
-            raise self._error
-        return self._seconds
-
-    def end(self) -> None:
-        """Let it make what is left of its steps."""
-        for _ in range(10_000):
-            self._go.release()
-        self._thread.join()
-
-    def _run(self) -> None:
-        try:
-            self._begin()
-            self._work(self._tick)
-        except BaseException as error:
-            self._error = error
-        self._made.release()
-
-    def _begin(self) -> None:
-        self._go.acquire()
-        self._since = time.thread_time()
-
-    def _tick(self) -> None:
-        self._seconds = time.thread_time() - self._since
-        self._made.release()
-        self._begin()
 
 
 @dataclass(frozen=True)
@@ -142,12 +105,9 @@ def accelerate() -> LoopCalls:
     return LoopCalls(made.prepare, made.backward, lambda model, _, most: made.clip_grad_norm_(model.parameters(), most))
 
 
-PEERS = {"Lightning Fabric": ("lightning_fabric", fabric), "Accelerate": ("accelerate", accelerate)}
-
-
-def loop(job: Job, recipe: Recipe, steps: int, calls: LoopCalls, tick: Callable[[], None]) -> None:
+def loop(make_calls: Callable[[], LoopCalls], recipe: Recipe, _: Store, tick: Tick) -> None:
+    calls, settings = make_calls(), recipe.job.train
     torch.manual_seed(1)
-    settings = job.train
     plain = recipe.build_model()
     model, optimizer = calls.set_up(plain, settings.optimizer.build(plain))
     average = [] if settings.ema is None else [parameter.detach().clone() for parameter in model.parameters()]
@@ -155,7 +115,7 @@ def loop(job: Job, recipe: Recipe, steps: int, calls: LoopCalls, tick: Callable[
     recipe.prepare(0, plain)
     model.train()
     batches = training_order(recipe).batches(0)
-    for step in range(steps):
+    for step in count():
         ids = batches[step % len(batches)]
         batch = {name: torch.from_numpy(array) for name, array in recipe.batch(ids, step // len(batches)).items()}
         for group in optimizer.param_groups:
@@ -174,7 +134,7 @@ def loop(job: Job, recipe: Recipe, steps: int, calls: LoopCalls, tick: Callable[
 
 
 class TimingClock(Clock):
-    def __init__(self, tick: Callable[[], None]) -> None:
+    def __init__(self, tick: Tick) -> None:
         super().__init__()
         self._tick = tick
 
@@ -184,64 +144,75 @@ class TimingClock(Clock):
             self._tick()
 
 
-def ours(recipe: Recipe, store: Store, tick: Callable[[], None]) -> None:
+def ours(recipe: Recipe, store: Store, tick: Tick) -> None:
     run = create_run(store, recipe.job, archive({}), recipe.pack.name)
     with tempfile.TemporaryDirectory() as control:
         Trainer(run, recipe, World(), 1, Control(Path(control)), clock=TimingClock(tick)).train()
 
 
-def others_per_step(contender: Contender, steps: int) -> tuple[float, float]:
-    """Let one contender make steps; return the CPU seconds per step of our loader's thread, and of all other threads.
-
-    Those of the contender itself and of this function are not counted.
-    """
-    for _ in range(WARM_UP_STEPS):
-        contender.step()
-    loaders = [thread.ident for thread in threading.enumerate() if thread.name == "loader" and thread.ident]
-    clocks = [time.pthread_getcpuclockid(ident) for ident in loaders]
-    everything, loading = time.process_time(), -sum(map(time.clock_gettime, clocks))
-    counted = -time.thread_time()
-    for _ in range(steps):
-        counted += contender.step()
-    loading += sum(map(time.clock_gettime, clocks))
-    others = time.process_time() - everything - counted - time.thread_time() - loading
-    return loading / steps, max(0.0, others) / steps
+CONTENDERS: dict[str, Callable[[Recipe, Store, Tick], None]] = {
+    BARE: partial(loop, LoopCalls),
+    AGAIN: partial(loop, LoopCalls),
+    "Lightning Fabric": partial(loop, fabric),
+    "Accelerate": partial(loop, accelerate),
+    OURS: ours,
+}
+MODULES = {"Lightning Fabric": "lightning_fabric", "Accelerate": "accelerate"}
 
 
-def main() -> None:
-    arguments = bench.parser(__doc__)
-    arguments.set_defaults(rounds=300)
-    arguments.add_argument("recipe", nargs="?", default="translate", help="the recipe whose example is trained")
-    options = arguments.parse_args()
+def contend(name: str, recipe_name: str, directory: Path, pack_name: str, turns: Connection) -> None:
+    """Be a contender: for each number received make so many steps, and send their CPU seconds."""
     torch.set_num_threads(1)
-    alone = max(20, options.rounds // 3)
-    steps = WARM_UP_STEPS + alone + options.rounds
-    # Ours makes one step more: it ends with a checkpoint, which is not part of a step.
-    settings = [f"train.duration={steps + 1} steps", "checkpoint.every=1 h", "data.test=[]", "data.valid=[]"]
-    example = EXAMPLE.with_stem(options.recipe)
-    peers = {name: make() for name, (module, make) in PEERS.items() if find_spec(module)}
-    with tempfile.TemporaryDirectory() as directory:
-        job = load_job(example, settings, recipe_defaults).job
-        store = open_store(f"{directory}/store", create=True)
-        manifest = pack(job.name, job.data, store, InProcess(), PlainProgress(lambda _: None))
-        assert job.recipe is not None
-        recipe = recipe_class(job.recipe)(job, Pack(store, manifest.name, Path(directory) / "cache"))
-        loops = {BARE: LoopCalls(), "bare loop, again": LoopCalls(), **peers}
-        contenders = {name: Contender(partial(loop, job, recipe, steps, calls)) for name, calls in loops.items()}
-        contenders[OURS] = Contender(partial(ours, recipe, store))
-        others = {name: others_per_step(contender, alone) for name, contender in contenders.items()}  # ours is last
-        seconds = rounds_of(contenders, options.rounds)
-        contenders[OURS].end()
-    report(job, seconds, others, options.json)
+    left, since = 0, 0.0
+
+    def begin() -> None:
+        nonlocal left, since
+        left, since = turns.recv(), time.process_time()
+
+    def tick() -> None:
+        nonlocal left
+        left -= 1
+        if left == 0:
+            time.sleep(SETTLED_SECONDS)
+            turns.send(time.process_time() - since)
+            begin()
+
+    job = load_job(EXAMPLE.with_stem(recipe_name), SETTINGS, recipe_defaults).job
+    store = open_store(f"{directory}/store")
+    recipe = recipe_class(recipe_name)(job, Pack(store, pack_name, directory / "cache"))
+    begin()
+    CONTENDERS[name](recipe, store, tick)
 
 
-def rounds_of(contenders: dict[str, Contender], rounds: int) -> dict[str, list[float]]:
-    """Return the CPU seconds of every contender's thread, round by round."""
-    seconds: dict[str, list[float]] = {name: [] for name in contenders}
-    numbers = np.random.default_rng(1)
-    for _ in range(rounds):
-        for name in numbers.permutation(list(contenders)).tolist():
-            seconds[name].append(contenders[name].step())
+class Process:
+    """A contender, from here."""
+
+    def __init__(self, *arguments: Any) -> None:
+        processes = multiprocessing.get_context("spawn")
+        self._turns, its_end = processes.Pipe()
+        self._process = processes.Process(target=contend, args=(*arguments, its_end), daemon=True)
+        self._process.start()
+        its_end.close()  # so that its death is seen
+
+    def seconds(self, steps: int) -> float:
+        """Let it make steps; return their CPU seconds."""
+        self._turns.send(steps)
+        found: float = self._turns.recv()
+        return found
+
+    def end(self) -> None:
+        self._process.kill()
+        self._process.join()
+
+
+def measure(processes: dict[str, Process], bursts: int, steps: int, numbers: np.random.Generator) -> dict[str, float]:
+    """Return the CPU seconds per step of every contender."""
+    for process in processes.values():
+        process.seconds(WARM_UP_STEPS)
+    seconds = dict.fromkeys(processes, 0.0)
+    for _ in range(bursts):
+        for name in numbers.permutation(list(processes)).tolist():
+            seconds[name] += processes[name].seconds(steps) / (bursts * steps)
     return seconds
 
 
@@ -253,28 +224,43 @@ def interval(values: Sequence[float]) -> tuple[float, float]:
     return float(low), float(high)
 
 
-def report(job: Job, seconds: dict[str, list[float]], others: dict[str, tuple[float, float]], as_json: bool) -> None:
-    bare = seconds[BARE]
-    usual = bench.median(bare) + sum(others[BARE])
+def main() -> None:
+    arguments = bench.parser(__doc__)
+    arguments.set_defaults(rounds=8)
+    arguments.add_argument("recipe", nargs="?", default="translate", help="the recipe whose example is trained")
+    arguments.add_argument("--bursts", type=int, default=3, help="for each contender in a round")
+    arguments.add_argument("--steps", type=int, default=20, help="in a burst")
+    options = arguments.parse_args()
+    present = [name for name in CONTENDERS if name not in MODULES or find_spec(MODULES[name])]
+    numbers, rounds = np.random.default_rng(1), []
+    with tempfile.TemporaryDirectory() as place:
+        directory = Path(place)
+        job = load_job(EXAMPLE.with_stem(options.recipe), SETTINGS, recipe_defaults).job
+        store = open_store(f"{directory}/store", create=True)
+        packed = pack(job.name, job.data, store, InProcess(), PlainProgress(lambda _: None)).name
+        for _ in range(options.rounds):
+            processes = {name: Process(name, options.recipe, directory, packed) for name in present}
+            try:
+                rounds.append(measure(processes, options.bursts, options.steps, numbers))
+            finally:
+                for process in processes.values():
+                    process.end()
     rows = []
-    for name, rounds in seconds.items():
-        loader, other = others[name]
-        more = loader + other - sum(others[BARE])
-        differences = [one - its + more for one, its in zip(rounds, bare, strict=True)]
-        low, high = (f"{end / usual:+.1%}" for end in interval(differences))
+    for name in present:
+        relative = [seconds[name] / seconds[BARE] - 1 for seconds in rounds]
+        low, high = interval(relative)
         rows.append(
             {
-                "CPU ms per step": name,
-                "its thread": 1000 * bench.median(rounds),
-                "loader": 1000 * loader,
-                "others": 1000 * other,
-                "overhead": "" if name == BARE else f"{bench.median(differences) / usual:+.1%}",
-                "95% interval": "" if name == BARE else f"{low} to {high}",
+                "contender": name,
+                "CPU ms per step": 1000 * bench.median([seconds[name] for seconds in rounds]),
+                "overhead": "" if name == BARE else f"{bench.median(relative):+.1%}",
+                "95% interval": "" if name == BARE else f"{low:+.1%} to {high:+.1%}",
             }
         )
-    notes = [f"not installed: {name}" for name, (module, _) in PEERS.items() if not find_spec(module)]
-    notes.append(f"overhead: median of the differences in {len(bare)} rounds; batches of {job.train.batch}")
-    bench.show("Training step", rows, notes, as_json)
+    notes = [f"not installed: {name}" for name in CONTENDERS if name not in present]
+    each = f"{options.bursts} bursts of {options.steps} steps each"
+    notes.append(f"medians of {options.rounds} rounds of {each}; batches of {job.train.batch}")
+    bench.show("Training step", rows, notes, options.json)
 
 
 if __name__ == "__main__":

@@ -3,9 +3,9 @@
     python benchmarks/translate.py [--json] [--rounds 1] [--seconds 120] [--sentences 800] [--joeynmt PYTHON]
 
 Same data, vocabulary, dimensions (the tiny size), batches in target tokens, learning rate and label smoothing; one
-thread each, one after the other. Time is CPU time, which repeats better than wall time on a shared machine. Tokens are
-target tokens without padding. Scores are SacreBLEU and chrF of a greedy search on the test sentences. PYTHON is an
-interpreter with JoeyNMT 2.3; default: this one.
+thread each, one after the other, with another seed in each round. Time is CPU time, which repeats better than wall time
+on a shared machine. Tokens are target tokens without padding. Scores are SacreBLEU and chrF of a greedy search on the
+test sentences. PYTHON is an interpreter with JoeyNMT 2.3; default: this one.
 """
 
 from __future__ import annotations
@@ -63,21 +63,21 @@ class Learned:
     outputs: list[str]
 
 
-def endless(recipe: Recipe, budget: int) -> Iterator[Ids]:
+def endless(recipe: Recipe, budget: int, seed: int) -> Iterator[Ids]:
     for epoch in itertools.count():
-        yield from epoch_batches(recipe.costs, recipe.sort_keys, budget, 1, epoch, None, recipe.lengths)
+        yield from epoch_batches(recipe.costs, recipe.sort_keys, budget, seed, epoch, None, recipe.lengths)
 
 
-def bare(recipe: PairRecipe, seconds: float, inputs: list[str]) -> Learned:
+def bare(recipe: PairRecipe, seconds: float, seed: int, inputs: list[str]) -> Learned:
     """Train as any script does: make the batch, forward, backward, clip, Adam, EMA."""
     settings = recipe.job.train
-    torch.manual_seed(settings.seed)
+    torch.manual_seed(seed)
     model = recipe.build_model()
     average = [parameter.detach().clone() for parameter in model.parameters()]
     optimizer = torch.optim.Adam(model.parameters(), lr=0.0, betas=(0.9, 0.98), eps=1e-9, fused=True)
     rate = settings.schedule.build(recipe.width, settings.duration)
     started, steps, tokens = time.process_time(), 0, 0
-    for ids in endless(recipe, int(settings.batch.value)):
+    for ids in endless(recipe, int(settings.batch.value), seed):
         if time.process_time() - started >= seconds:
             break
         batch = {name: torch.from_numpy(rows) for name, rows in recipe.batch(ids, 0).items()}
@@ -99,9 +99,10 @@ def bare(recipe: PairRecipe, seconds: float, inputs: list[str]) -> Learned:
     return Learned(steps, tokens, spent, outputs)
 
 
-def ours(store: Store, cache: Path, steps: int, inputs: list[str]) -> Learned:
+def ours(store: Store, cache: Path, steps: int, seed: int, inputs: list[str]) -> Learned:
     """Run the whole Trainer for as many steps as the bare loop made, without evaluations."""
-    job = example(f"train.duration={max(1, steps)} steps", "data.valid=[]", "data.test=[]")
+    settings = [f"train.duration={max(1, steps)} steps", f"train.seed={seed}", "data.valid=[]", "data.test=[]"]
+    job = example(*settings)
     trained = packed(job, store, cache)
     run = create_run(store, job, archive({}), trained.pack.name)
     timer = Timer()
@@ -232,6 +233,7 @@ def row_of(name: str, rounds: Sequence[Learned], references: list[str]) -> dict[
         "steps": int(bench.median([float(one.steps) for one in rounds])),
         "seconds": bench.median([one.seconds for one in rounds]),
         "BLEU": bench.median([bleu.score for bleu, _ in scores]),
+        "of each seed": " ".join(f"{bleu.score:.1f}" for bleu, _ in scores),
         "chrF": bench.median([chrf.score for _, chrf in scores]),
     }
 
@@ -254,12 +256,12 @@ def main() -> None:
         store, cache = open_store(f"{directory}/store", create=True), Path(directory) / "cache"
         made = packed(example(), store, cache)
         inputs, references = (texts_of(made, side, options.sentences) for side in ("source", "target"))
-        for number in range(options.rounds):
-            contenders["bare PyTorch loop"].append(bare(made, options.seconds, inputs))
+        for seed in range(1, options.rounds + 1):
+            contenders["bare PyTorch loop"].append(bare(made, options.seconds, seed, inputs))
             steps = contenders["bare PyTorch loop"][-1].steps
-            contenders["packtrain"].append(ours(store, cache, steps, inputs))
+            contenders["packtrain"].append(ours(store, cache, steps, seed, inputs))
             if PEER in contenders:
-                folder = Path(directory) / f"joey-{number}"
+                folder = Path(directory) / f"joey-{seed}"
                 folder.mkdir()
                 contenders[PEER].append(joey(made, options.seconds, options.sentences, options.joeynmt, folder))
     rows = [row_of(name, rounds, references) for name, rounds in contenders.items()]
