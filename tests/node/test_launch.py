@@ -166,11 +166,21 @@ print(session.pid, plain.pid, bare.pid, flush=True)
 """
 
 
+FORKED = """
+import os, signal, time
+orphan = os.fork()
+if orphan == 0:
+    time.sleep(600)
+print(orphan, flush=True)
+"""
+
+
 class NodeLaunchers:
     """Launchers of a run's nodes, and what they start in place of torch's."""
 
     def __init__(self, run: Run, directory: Path) -> None:
         self.run, self.directory = run, directory
+        self._made: list[Launchers] = []
         self.packages = directory / "stand-in"
         self._package = self.packages / "torch" / "distributed"
         self._package.mkdir(parents=True)
@@ -185,7 +195,13 @@ class NodeLaunchers:
 
     def launchers(self, name: str) -> Launchers:
         (self.directory / name / "code").mkdir(parents=True)
-        return Launchers(self.run, self.directory / name, 1, {**os.environ, "PYTHONPATH": str(self.packages)})
+        environment = {**os.environ, "PYTHONPATH": str(self.packages)}
+        self._made.append(Launchers(self.run, self.directory / name, 1, environment))
+        return self._made[-1]
+
+    def close(self) -> None:
+        for launchers in self._made:
+            launchers.close()
 
     def is_ready(self, name: str) -> bool:
         return (self.directory / name / "launcher.ready").exists()
@@ -206,8 +222,10 @@ class NodeLaunchers:
 
 
 @pytest.fixture
-def nodes(directory_store: Store, tmp_path: Path) -> NodeLaunchers:
-    return NodeLaunchers(new_run(directory_store), tmp_path)
+def nodes(directory_store: Store, tmp_path: Path) -> Iterator[NodeLaunchers]:
+    made = NodeLaunchers(new_run(directory_store), tmp_path)
+    yield made
+    made.close()
 
 
 def until(holds: Callable[[], bool]) -> None:
@@ -256,10 +274,52 @@ def test_a_launcher_can_be_killed_twice(nodes: NodeLaunchers) -> None:
     assert launch.poll() == code
 
 
+def test_kill_ends_forked_orphans_of_a_launcher_that_is_gone(nodes: NodeLaunchers) -> None:
+    """They have no environment of their own: the system shows that of the server, which must stay."""
+    launch, orphans = nodes.launched(FORKED)
+    launch.wait(90)
+    assert still_there(orphans) == orphans
+    launch.kill()
+    assert still_there(orphans) == []
+    assert still_there([launch.server_pid]) == [launch.server_pid]
+
+
 def test_terminate_sends_sigterm_to_the_launcher(nodes: NodeLaunchers) -> None:
     script = "import signal, sys, time; signal.signal(15, lambda *_: sys.exit(7)); print(flush=True); time.sleep(600)"
     launch, _ = nodes.launched(script)
     launch.terminate()
+    assert launch.wait(90) == 7
+
+
+def test_terminate_before_there_is_a_launcher_ends_the_server(nodes: NodeLaunchers) -> None:
+    nodes.does("pass")
+    module = nodes.packages / "torch" / "distributed" / "run.py"
+    module.write_text("import time\ntime.sleep(600)\n")
+    home = nodes.directory / "node"
+    launchers = nodes.launchers("node")
+    (home / "logs").mkdir()
+    launch = launchers.launch(a_generation(1, "a"), 0, Directories(home / "logs", home / "control", home / "work"))
+    launch.terminate()
+    assert launch.poll() == -signal.SIGKILL
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+def test_a_signal_to_every_process_leaves_the_launcher_its_time_to_end_the_workers(
+    nodes: NodeLaunchers, number: signal.Signals
+) -> None:
+    """As the system sends when it shuts down a service."""
+    script = f"""
+import os, signal, sys, time
+def end(*_):
+    time.sleep(0.5)
+    sys.exit(7)
+signal.signal({number.value}, end)
+print(os.getpid(), flush=True)
+time.sleep(600)
+"""
+    launch, pids = nodes.launched(script)
+    for pid in (launch.server_pid, *pids):
+        os.kill(pid, number)
     assert launch.wait(90) == 7
 
 
@@ -273,7 +333,7 @@ print(worker.pid, flush=True)
 sys.exit(worker.wait())
 """
     launch, pids = nodes.launched(script)
-    for pid in (launch.pid, psutil.Process(pids[0]).ppid(), *pids):
+    for pid in (launch.server_pid, psutil.Process(pids[0]).ppid(), *pids):
         os.kill(pid, signal.SIGUSR1)
     assert launch.wait(90) == 7
 
@@ -350,16 +410,16 @@ def test_work_does_not_begin_after_a_kill_before_the_server_was_ready(nodes: Nod
     assert not launch.has_workers()
     launch.kill()
     assert launch.poll() == -signal.SIGKILL
-    assert still_there([launch.pid]) == []
+    assert still_there([launch.server_pid]) == []
     (nodes.directory / "go").touch()
     nodes.does("import os; print(os.getpid(), os.getppid(), flush=True)")
     next_launch, (_, parent) = nodes.launch(launchers, generation=2)
-    assert parent == next_launch.pid != launch.pid
+    assert parent == next_launch.server_pid != launch.server_pid
 
 
 def test_a_launch_fails_with_its_server(nodes: NodeLaunchers) -> None:
     launch, pids = nodes.launched("import os, time; print(os.getpid(), flush=True); time.sleep(600)")
-    os.kill(launch.pid, signal.SIGKILL)
+    os.kill(launch.server_pid, signal.SIGKILL)
     assert launch.wait(90) == -signal.SIGKILL
     until(lambda: still_there(pids) == [])
 
@@ -396,6 +456,24 @@ def test_what_an_import_prints_is_no_answer(nodes: NodeLaunchers) -> None:
     assert launch.wait(90) == 0
 
 
+def test_torchs_launcher_does_not_look_for_gpus_which_its_forks_could_not_use_then() -> None:
+    script = f"""
+import torch
+from torch.distributed.run import config_from_args, parse_args
+from packtrain.node.fork_server import leave_gpus_alone
+
+def refuse():
+    raise AssertionError("it looks for GPUs")
+
+leave_gpus_alone()
+torch.cuda.is_available = torch.cuda.device_count = refuse
+config, _, _ = config_from_args(parse_args({launcher_arguments(a_generation(1, "a"), 0, None, Path("/logs"))!r}))
+assert config.numa_options is None
+"""
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+
+
 def test_workers_get_their_environment_and_an_empty_standard_input(nodes: NodeLaunchers) -> None:
     script = "import os, sys; print(os.environ['PACKTRAIN_GENERATION'], len(sys.stdin.read()), flush=True)"
     launch, said = nodes.launched(script)
@@ -422,7 +500,7 @@ import torch
 
 def refuse(*_): raise AssertionError("a device was asked for")
 torch.cuda.is_available = torch.cuda.device_count = torch.cuda.init = torch.cuda._lazy_init = refuse
-from packtrain.node.launcher import prepare_workers
+from packtrain.node.fork_server import prepare_workers
 for recipe in ("translate", "classify", "chat", "caption"):
     prepare_workers(recipe)
 print(len(os.listdir("/proc/self/task")))

@@ -21,7 +21,7 @@ from packtrain.train.control import Control, WorkerError
 class FakeLaunch:
     """Workers that exit when the test says so."""
 
-    pid = 0
+    server_pid = 0
 
     def __init__(self) -> None:
         self.code: int | None = None

@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import os
 import signal
 import subprocess
 import sys
@@ -8,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from packtrain.system import cache_directory
-from packtrain.train.control import EXIT_STUCK, STOP_SIGNALS, Control, WorkerError
+from packtrain.train.control import EXIT_STUCK, SAVING, STOP_SIGNALS, Control, WorkerError
 
 
 def test_workers_see_a_stop_request_of_their_node(tmp_path: Path) -> None:
@@ -164,3 +165,14 @@ def test_after_the_rendezvous_a_signal_only_sets_a_flag() -> None:
     process = started()
     assert process.communicate(timeout=90) == ("waits\ngoes on\nheard True\n", None)
     assert process.returncode == 0
+
+
+def test_a_checkpoint_is_being_committed_while_its_worker_lives(tmp_path: Path) -> None:
+    control = Control(tmp_path)
+    assert not control.is_saving()
+    gone = subprocess.Popen([sys.executable, "-c", "pass"])
+    gone.wait()
+    (tmp_path / f"{SAVING.format(gone.pid)}x").mkdir()
+    assert not control.is_saving()
+    (tmp_path / f"{SAVING.format(os.getpid())}x").mkdir()
+    assert control.is_saving()

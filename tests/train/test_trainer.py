@@ -7,6 +7,7 @@ import math
 import os
 import signal
 import threading
+import time
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -80,8 +81,32 @@ def test_a_stop_works_while_the_loop_waits_for_data(directory_store: Store, cont
     assert list(losses(run)) == list(range(1, STEPS + 1))
 
 
-def test_a_run_warns_once_of_a_batch_that_is_small_for_its_gpus(
-    directory_store: Store, control: Control, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+def test_a_failure_does_not_lose_the_checkpoint_that_is_being_committed(
+    directory_store: Store, control: Control
+) -> None:
+    class Slow(FaultyStore):
+        def put_file(self, key: str, path: Path) -> None:
+            time.sleep(0.3)
+            super().put_file(key, path)
+
+    def fail() -> None:
+        raise RuntimeError("another worker is gone")
+
+    name = tiny_run(directory_store, tiny_job(checkpoint={"every": "4 steps"})).name
+    run = Run(Slow(directory_store), name)
+    with pytest.raises(RuntimeError, match="another worker is gone"):
+        train(run, control, Interrupted(run.job, 6, fail))
+    assert [one.step for one in committed(run)] == [4]
+
+
+@pytest.mark.parametrize(("before", "warnings"), [("a", 1), ("ab", 2)], ids=["same size", "another size"])
+def test_a_run_warns_once_of_a_batch_that_is_small_for_its_gpus_and_again_with_another_number_of_them(
+    directory_store: Store,
+    control: Control,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    before: str,
+    warnings: int,
 ) -> None:
     run = tiny_run(directory_store)
     on_gpu, second = World(), World(rank=1, num_ranks=2)
@@ -93,8 +118,10 @@ def test_a_run_warns_once_of_a_batch_that_is_small_for_its_gpus(
     assert small_share(run.job.train, second) is None, "the first one tells"
     monkeypatch.setattr("packtrain.train.trainer.small_share", lambda *_: line)
     train(run, control, Interrupted(run.job, 3, control.request_stop))
+    for number, names in enumerate((before, "a"), 1):
+        run.propose(a_generation(number, *names))
     train_to_the_end(run, tmp_path)
-    assert [event.text for event in run.events().read() if event.kind == "warning"] == [line]
+    assert [event.text for event in run.events().read() if event.kind == "warning"] == [line] * warnings
 
 
 def test_a_nan_score_is_never_the_best(directory_store: Store, control: Control) -> None:

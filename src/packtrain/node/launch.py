@@ -1,4 +1,4 @@
-"""The node's side of a launch: has the fork server (launcher.py) start a launcher and its workers, and ends them.
+"""The node's side of a launch: has the fork server (fork_server.py) start a launcher and its workers, and ends them.
 
 Nothing here imports torch: this runs in the node.
 """
@@ -66,7 +66,7 @@ _RANK_PREFIXES = ("OMPI_", "PMIX_", "PMI_", "PRTE_", "MV2_COMM_", "HYDI_", "PALS
 _RANK_VARIABLES = {
     "MPI_LOCALRANKID", "MPI_LOCALNRANKS", "SLURM_PROCID", "SLURM_LOCALID", "SLURM_NODEID", "SLURM_NTASKS",
     "SLURM_NPROCS", "SLURM_NTASKS_PER_NODE", "SLURM_TASKS_PER_NODE", "SLURM_TASK_PID", "SLURM_GTIDS",
-    "SLURM_LAUNCH_NODE_IPADDR",
+    "SLURM_LAUNCH_NODE_IPADDR", "RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT",
 }  # fmt: skip
 
 
@@ -184,7 +184,8 @@ class Launchers:
         # If the node dies, `kill_marked` finds what it started by these. The workers get their own with the work.
         marks = {RUN_VARIABLE: run.name, STORE_VARIABLE: run.store.url, CONTROL_VARIABLE: self._mark}
         quiet = {} if run.job.recipe is None else _OF_FORKED_WORKERS
-        self._command = [sys.executable, "-m", "packtrain.node.launcher", *([run.job.recipe] if run.job.recipe else [])]
+        recipe = [] if run.job.recipe is None else [run.job.recipe]
+        self._command = [sys.executable, "-m", "packtrain.node.fork_server", *recipe]
         self._environment = {**_defaults(workers), **quiet, **_without_other_launchers(inherited), **marks}
         self.server: subprocess.Popen[bytes] | None = None
         self._latest: Launch | None = None
@@ -216,12 +217,16 @@ class Launchers:
         with suppress(BrokenPipeError):
             server.stdin.write(json.dumps(work).encode() + b"\n")
             server.stdin.flush()
-        self._latest = Launch(server, (str(directories.control), self._mark))
+        self._latest = Launch(server, self._mark, str(directories.control))
         return self._latest
 
     def close(self) -> None:
         if self.server is not None:
-            _end(self.server)
+            _kill(self.server)
+            for pipe in (self.server.stdin, self.server.stdout):
+                assert pipe is not None
+                with suppress(BrokenPipeError):
+                    pipe.close()
             self.server = None
 
     @property
@@ -229,7 +234,8 @@ class Launchers:
         return self._home / LAUNCHER_LOG
 
     def _start(self) -> subprocess.Popen[bytes]:
-        with self._log.open("wb") as log:
+        self._log.unlink(missing_ok=True)
+        with self._log.open("ab") as log:  # what is written late must not overwrite a launcher's lines
             server = subprocess.Popen(
                 self._command,
                 stdin=subprocess.PIPE,
@@ -238,7 +244,7 @@ class Launchers:
                 cwd=self._home / "code",
                 env=self._environment,
                 start_new_session=True,  # signals of the terminal are for the node, which stops the workers in order
-                preexec_fn=_end_with_node,  # noqa: PLW1509 - prctl alone, before any thread of the child
+                preexec_fn=_end_with_node,  # noqa: PLW1509 - before any thread of the child
             )
         assert server.stdout is not None
         os.set_blocking(server.stdout.fileno(), False)
@@ -246,20 +252,20 @@ class Launchers:
 
 
 class Launch:
-    """The launcher of one generation and its workers. All of them descend from the process `pid`, the fork server.
+    """The launcher of one generation and its workers. All of them descend from the fork server.
 
-    Processes that the server forked have the second mark, those that they executed have the first.
+    A mark in their environment finds orphans: what was forked has the server's, what was executed has its own.
     """
 
-    def __init__(self, server: subprocess.Popen[bytes], marks: tuple[str, str]) -> None:
-        self._server, (self._mark, self._server_mark) = server, marks
+    def __init__(self, server: subprocess.Popen[bytes], server_mark: str, mark: str) -> None:
+        self._server, self._marks = server, (server_mark, mark)
         self._launcher: psutil.Process | None = None
         self._answers = b""
         self._code: int | None = None
         self._reading = threading.Lock()  # the deadline ends workers from a thread of its own
 
     @property
-    def pid(self) -> int:
+    def server_pid(self) -> int:
         return self._server.pid
 
     def poll(self) -> int | None:
@@ -272,9 +278,12 @@ class Launch:
         assert self._server.stdout is not None
         while self._code is None:
             left = max(0.0, deadline - time.monotonic())
-            if self._server.stdout.closed:  # the server was killed, because it or its launcher did not end
+            try:
+                has_answer = bool(select.select([self._server.stdout], [], [], left)[0])
+            except (OSError, ValueError):  # closed: the server was killed, because it or its launcher did not end
                 self._code = -signal.SIGKILL
-            elif select.select([self._server.stdout], [], [], left)[0]:
+                break
+            if has_answer:
                 self._read_answers()
             elif left == 0.0:
                 break
@@ -304,43 +313,42 @@ class Launch:
 
     def terminate(self) -> None:
         """Send SIGTERM: the launcher passes it on to the workers and gives them half a minute."""
-        if self.poll() is None:
+        if self.poll() is None and self._launcher is None:  # there are no workers yet
+            self.kill()
+        elif self._launcher is not None and self._code is None:
             with suppress(psutil.NoSuchProcess):
-                (self._launcher or self._server).terminate()
+                self._launcher.terminate()
 
     def kill(self) -> None:
         """Kill the launcher and every process that it and its workers started."""
         if self.poll() is None and self._launcher is None:  # the server must not fork it a moment later
-            _end(self._server)
-        family = self._family()  # before the kill: orphans have another parent
-        # The launcher first: it would report each worker that it sees dying.
-        for process in family:
-            with suppress(psutil.NoSuchProcess):
-                process.kill()
+            _kill(self._server)
+        killed: set[psutil.Process] = set()
+        # Again until there are no others: one may have been started while its parent was being killed.
+        while family := [process for process in self._family() if process not in killed]:
+            for process in family:
+                with suppress(psutil.NoSuchProcess):
+                    process.kill()
+            killed.update(family)
         # A process blocked in the kernel, as on a dead network mount, ends only when the kernel call returns.
-        psutil.wait_procs(family, timeout=_KILL_WAIT_SECONDS)
+        psutil.wait_procs(killed, timeout=_KILL_WAIT_SECONDS)
         self.wait(_KILL_WAIT_SECONDS)
 
     def _family(self) -> list[psutil.Process]:
-        """Return the launcher and all descendants; orphans are found by the mark in their environment."""
+        """Return the launcher, all descendants and orphans. The launcher first: it would report each worker's death."""
         family: dict[psutil.Process, None] = {}
         if self._launcher is not None and self._code is None:
             with suppress(psutil.NoSuchProcess):
                 family = dict.fromkeys([self._launcher, *self._launcher.children(recursive=True)])
-        marks = {self._mark} if self._server.poll() is None else {self._mark, self._server_mark}
-        family |= dict.fromkeys(process for process in psutil.process_iter() if _mark_of(process) in marks)
-        return list(family)
+        others = (process for process in psutil.process_iter() if process.pid != self._server.pid)
+        return list(family | dict.fromkeys(process for process in others if _mark_of(process) in self._marks))
 
 
-def _end(server: subprocess.Popen[bytes]) -> None:
+def _kill(server: subprocess.Popen[bytes]) -> None:
     """Kill a fork server; a launcher of it gets SIGTERM."""
     server.kill()
     with suppress(subprocess.TimeoutExpired):
         server.wait(_KILL_WAIT_SECONDS)
-    for pipe in (server.stdin, server.stdout):
-        assert pipe is not None
-        with suppress(BrokenPipeError):
-            pipe.close()
 
 
 def last_output(logs: Path) -> LastOutput:
@@ -387,9 +395,10 @@ def free_port() -> int:
 
 
 def _end_with_node() -> None:
-    """Have the launcher get SIGTERM if the node dies, so that it ends its workers.
+    """Have the fork server die with the node; its launcher then gets SIGTERM and ends the workers.
 
-    Slurm sends its preemption notice, SIGUSR1, to every process of a step: it must not end the launcher.
+    Slurm sends its preemption notice, SIGUSR1, to every process of a step: it must not end a launcher, either.
     """
-    end_with_parent(signal.SIGTERM)
-    signal.signal(signal.SIGUSR1, signal.SIG_IGN)
+    end_with_parent(signal.SIGKILL)
+    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1):
+        signal.signal(number, signal.SIG_IGN)

@@ -320,7 +320,9 @@ class Node:
                 group.restoring.result()
                 group.restoring = None
                 if group.is_first:
-                    self.metrics.begin(generation, group.control, lambda: group.launch.pid if group.launch else None)
+                    self.metrics.begin(
+                        generation, group.control, lambda: group.launch.server_pid if group.launch else None
+                    )
             group.launch = self.launchers.launch(generation, group.rank, group.directories)
         except OSError as error:
             self._cannot_start(generation, error)
@@ -332,7 +334,7 @@ class Node:
         except (StoreError, DamagedRecord):
             group.restoring = Task(self.program.restore, "restore again")
             raise
-        self.lease.sampler.watch_workers_of(group.launch.pid)
+        self.lease.sampler.watch_workers_of(group.launch.server_pid)
         if group.is_first:  # another node's ends by itself
             self.mirror.start()
         workers = counted(sum(member.workers for member in generation.members), "worker")
@@ -414,7 +416,9 @@ class Node:
             self.lease.offer_port(free_port())  # the last one may stay in use for a while (TIME_WAIT)
 
     def _give_up(self, report: NodeReport) -> None:
-        """End the workers here because of another node."""
+        """End the workers here because of another node, once they have committed what they are committing."""
+        if self.group is not None:
+            self.group.wait_for_commit()
         self.end_workers()
         self._report, self._hurry = report, True
         self.lease.set_report(report)

@@ -29,6 +29,7 @@ from packtrain.units import show_seconds
 
 STOP_GRACE_SECONDS = 600.0  # a large checkpoint over a slow network takes minutes
 LAUNCHER_SECONDS = 5.0  # for the launcher to exit after its workers: it would wait minutes for those of other machines
+_COMMIT_SECONDS, _LOOK_SECONDS = 10.0, 0.05
 _PROGRAM_SECONDS = 60.0  # after which a program, which does not report its steps, counts as training
 _NOT_COMMITTED = "the program's checkpoint directory could not be committed"
 _MAX_LINE = 10_000
@@ -229,6 +230,12 @@ class WorkerGroup:
             return None
         self.launch.kill()
         return f"the workers did not stop within {show_seconds(self.stop.grace_seconds)} and were killed"
+
+    def wait_for_commit(self) -> None:
+        """Wait until no worker is committing a checkpoint, but not for long: the others wait for this machine."""
+        deadline = time.monotonic() + _COMMIT_SECONDS
+        while self.control.is_saving() and time.monotonic() < deadline:
+            time.sleep(_LOOK_SECONDS)
 
     def kill(self) -> None:
         if self.launch is not None:

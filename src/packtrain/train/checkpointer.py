@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import math
+import os
 import shutil
 import tempfile
 import threading
@@ -39,6 +40,7 @@ from packtrain.run.checkpoint import (
 from packtrain.run.parent import fetch_weights
 from packtrain.run.run import Run
 from packtrain.store import StoreError
+from packtrain.train.control import SAVING
 from packtrain.train.engine import Engine
 from packtrain.train.progress import Progress, save_interval
 from packtrain.train.recorder import Recorder
@@ -161,12 +163,12 @@ class Checkpointer:
             self._engine.clock.mark("save")
             self._stall_seconds += time.monotonic() - started
 
-    def close(self, patience: float = math.inf) -> None:
-        """Wait until everything is committed; raise if a newer generation has begun.
+    def close(self, patience: float = math.inf, most_seconds: float | None = None) -> None:
+        """Wait until everything is committed, or for so many seconds; raise if a newer generation has begun.
 
-        Parts of other ranks are waited for so many seconds: a rank that has died will not save its part.
+        Parts of other ranks are waited for with `patience`: a rank that has died will not save its part.
         """
-        self._committer.close(patience)
+        self._committer.close(patience, most_seconds)
         if self._committer.superseded is not None:
             raise self._committer.superseded
 
@@ -242,13 +244,13 @@ class BackgroundCommitter:
         scored = [one for one in reversed(snapshots) if one[1] is not None] if self._settings.keep_best else []
         return max(scored, key=lambda one: one[1] or 0.0, default=None)
 
-    def close(self, patience: float = math.inf) -> None:
-        """Wait until everything is committed; for parts of other ranks only so many seconds."""
+    def close(self, patience: float = math.inf, most_seconds: float | None = None) -> None:
+        """Wait until everything is committed, or for so many seconds; for parts of other ranks with `patience`."""
         with self._changed:
             self._closed = True
             self._listens_until = time.monotonic() + patience
             self._changed.notify_all()
-        self._thread.join()
+        self._thread.join(most_seconds)
 
     def abandon(self) -> None:
         """Return without waiting: the commit in progress may still finish, and no other one starts."""
@@ -296,7 +298,7 @@ class BackgroundCommitter:
 
     def _commit(self, snapshot: Snapshot, score: float | None) -> None:
         started = time.monotonic()
-        with tempfile.TemporaryDirectory(prefix="save-", dir=self._directory) as directory:
+        with tempfile.TemporaryDirectory(prefix=SAVING.format(os.getpid()), dir=self._directory) as directory:
             files = snapshot.write(Path(directory))
             # The metrics up to this step go first, so that the history of a resumed run has no gap.
             self._recorder.flush_points()

@@ -17,6 +17,8 @@ from pathlib import Path
 from types import FrameType
 from typing import Literal
 
+import psutil
+
 RUN_VARIABLE = "PACKTRAIN_RUN"
 STORE_VARIABLE, STORE_ID_VARIABLE = "PACKTRAIN_STORE", "PACKTRAIN_STORE_ID"
 JOB_VARIABLE = "PACKTRAIN_JOB_DIGEST"
@@ -30,6 +32,8 @@ VISIBLE_GPUS_VARIABLE = "CUDA_VISIBLE_DEVICES"
 WORKER_NAME = "packtrain-"  # with the rank, the name of a worker's process
 EXIT_STUCK = 76  # a worker that could not heed a signal
 STOP_SIGNALS = (signal.SIGTERM, signal.SIGUSR1)
+
+SAVING = "save-{}-"  # with the process id of a worker: where it has a checkpoint while it is committing it
 
 WorkerCause = Literal["program", "memory", "disk", "store", "hang", "number", "mistake"]
 
@@ -75,6 +79,11 @@ class Control:
         except OSError:
             return False
         return True
+
+    def is_saving(self) -> bool:
+        """True while a worker is committing a checkpoint; what a killed one has left does not count."""
+        pids = [int(path.name.split("-")[1]) for path in self.directory.glob(SAVING.format("*") + "*")]
+        return any(psutil.pid_exists(pid) for pid in pids)
 
     def report_step(self) -> None:
         """Tell the node that a step was made; only the first call writes."""

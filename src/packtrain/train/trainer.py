@@ -18,7 +18,7 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager, nullcontext, suppress
 from dataclasses import dataclass, replace
 
 from packtrain.data.loader import STORE_SECONDS, LoadedBatch, Loader, rank_batches
@@ -26,6 +26,7 @@ from packtrain.errors import PacktrainError
 from packtrain.job.job import TrainSettings
 from packtrain.recipes import Recipe, Scores
 from packtrain.recipes.recipe import training_order
+from packtrain.run.checkpoint import Superseded
 from packtrain.run.records import Point, Result
 from packtrain.run.run import Run
 from packtrain.train.checkpointer import Checkpointer
@@ -41,6 +42,7 @@ from packtrain.train.world import ENOUGH_BATCHES, DataBarrier, StepSync, StepTot
 
 _LEAST_HEED_SECONDS = 3.0
 _PROFILED = ("start", "resumed")  # generations that a person started: a failure does not record another trace
+_KEEP_SECONDS = 20.0  # for a commit in progress when training fails: a launcher gives its workers 30
 _PEER_SECONDS = 3.0  # for what another rank, which may have died, has to add to a checkpoint
 
 
@@ -119,6 +121,11 @@ class Trainer:
             self._clock.mark("save")
             if reached_goal:
                 result = self._final_result()
+        except Exception:
+            # A failure must not cost what is being saved as well.
+            with suppress(Superseded):
+                self._checkpointer.close(_PEER_SECONDS, _KEEP_SECONDS)
+            raise
         finally:
             self._checkpointer.abandon()
             self._watchdog.close()
@@ -140,11 +147,16 @@ class Trainer:
         self._record("start", self._progress.step, self._conditions())
         for note in self._recipe.notes if self._world.is_first else ():
             self._recorder.event("data", note)
-        if self._progress.step == 0 and (warning := small_share(self._job.train, self._world)) is not None:
+        if (warning := small_share(self._job.train, self._world)) is not None and self._is_new_size():
             self._recorder.event("warning", warning)
         latest = self._run.latest_generation() if self._job.train.profile else None
         if self._job.train.profile and self._world.is_first and (latest is None or latest.cause in _PROFILED):
             self._begin_profile(int(self._job.train.profile.value))
+
+    def _is_new_size(self) -> bool:
+        """True at the start of a run, and if the generation before had another number of workers."""
+        before = [sum(member.workers for member in one.members) for one in self._run.generations()[:-1]]
+        return before[-1] != self._world.num_ranks if before else self._progress.step == 0
 
     def _begin_profile(self, steps: int) -> None:
         # A name that TensorBoard's plugin recognizes: worker, milliseconds, and this suffix.
@@ -289,7 +301,8 @@ class Trainer:
             communication,
         )
         if self._profile is not None:
-            self._profile.step()
+            with self._watchdog.excused():  # the last one writes the trace
+                self._profile.step()
         return PendingStep(before, after.step, epochs, result, batch, seconds, sync, last)
 
     @contextmanager

@@ -1,7 +1,7 @@
 """Detects a worker that hangs: a phase of its work that takes far longer than earlier phases of the same kind.
 
 Every rank watches itself. When one hangs the others wait for it, so all of them notice and write their stacks. A rank
-that waits for data, or compiles, announces it, because the others then wait too: that is not a hang.
+that waits for data, compiles or writes a trace announces it, because the others then wait too: that is not a hang.
 """
 
 from __future__ import annotations
@@ -63,7 +63,7 @@ class Watchdog:
         self._patience, self._path, self._report, self._world = patience, stacks, report, world or World()
         self._earlier: dict[str, deque[float]] = defaultdict(lambda: deque(maxlen=101))
         self._phase: tuple[str, str, float, float] | None = None  # kind, name, since, deadline
-        self._compiling_since: float | None = None
+        self._excused_since: float | None = None
         self._forget_compiler: Callable[[], None] = lambda: None
         self._closed = threading.Event()
         self._thread = threading.Thread(target=self._watch, name="watchdog", daemon=True)
@@ -85,14 +85,10 @@ class Watchdog:
         from torch._dynamo.callback import callback_handler
 
         def begin(_: object) -> None:
-            self._compiling_since = time.monotonic()
+            self._begin_excuse()
 
         def end(_: object) -> None:
-            since, phase, self._compiling_since = self._compiling_since, self._phase, None
-            if since is not None and phase is not None:  # as if it had not been: the phase is compared with others
-                kind, name, began, deadline = phase
-                took = time.monotonic() - since
-                self._phase = (kind, name, began + took, deadline + took)
+            self._end_excuse()
 
         def forget() -> None:
             callback_handler.remove_start_callback(begin)
@@ -101,6 +97,25 @@ class Watchdog:
         callback_handler.register_start_callback(begin)
         callback_handler.register_end_callback(end)
         self._forget_compiler = forget
+
+    @contextmanager
+    def excused(self) -> Iterator[None]:
+        """Let what happens here take minutes; it is no part of the phase."""
+        self._begin_excuse()
+        try:
+            yield
+        finally:
+            self._end_excuse()
+
+    def _begin_excuse(self) -> None:
+        self._excused_since = time.monotonic()
+
+    def _end_excuse(self) -> None:
+        since, phase, self._excused_since = self._excused_since, self._phase, None
+        if since is not None and phase is not None:  # as if it had not been: the phase is compared with others
+            kind, name, began, deadline = phase
+            took = time.monotonic() - since
+            self._phase = (kind, name, began + took, deadline + took)
 
     def usual_seconds(self) -> float:
         """Return what phases of the current kind usually take; 0 if nothing is known."""
@@ -139,10 +154,10 @@ class Watchdog:
     def _seconds_left(self, phase: tuple[str, str, float, float]) -> float:
         """Return the seconds until this phase counts as a hang."""
         kind, _, since, deadline = phase
-        now, compiling_since = time.monotonic(), self._compiling_since
-        if compiling_since is not None:
+        now, excused_since = time.monotonic(), self._excused_since
+        if excused_since is not None:
             self._world.announce_waiting()
-            return max(deadline - now, compiling_since + FIRST_SECONDS - now)
+            return max(deadline - now, excused_since + FIRST_SECONDS - now)
         # In time before the others, which wait for this rank, lose their patience.
         if kind == DATA and now - since > self._patience / 2:
             self._world.announce_waiting()

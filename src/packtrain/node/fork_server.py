@@ -1,4 +1,4 @@
-"""The fork server, `python -m packtrain.node.launcher [RECIPE]`: one per machine, and the parent of its launchers.
+"""The fork server, `python -m packtrain.node.fork_server [RECIPE]`: one per machine, and the parent of its launchers.
 
 Importing torch takes seconds of CPU time, which a restart would have to wait for. So the node starts this process ahead
 of time (launch.py); it imports what launchers and workers need, and forks a launcher for each generation. That is
@@ -6,9 +6,12 @@ torch's: it finds the launchers of the other machines by rendezvous.py and start
 forked, too, and so have every import from their first moment; therefore nothing here may start a thread or use a
 device.
 
-The work of a generation comes as one line on standard input, so that a password in the workers' environment is in no
-file and no process list. The answers are two lines on standard output: the launcher's process id, and its exit code.
-When standard input closes, the node is gone, and this process exits.
+The work of a generation comes as one line on standard input, and not in a file: it may have passwords. The answers are
+two lines on standard output: the launcher's process id, and its exit code. When standard input closes, the node is
+gone, and this process exits.
+
+Signals that the system sends to every process of a service, such as SIGTERM when it shuts down, are ignored here: the
+launcher and its workers heed them, and this process must outlive them to tell how they ended.
 """
 
 from __future__ import annotations
@@ -19,7 +22,7 @@ import os
 import signal
 import sys
 from importlib import import_module
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any, TextIO
 
 from packtrain.recipes import recipe_class
 from packtrain.system import end_with_parent
@@ -39,6 +42,7 @@ def main(recipe: str | None) -> None:
 
     if recipe is not None:
         prepare_workers(recipe)
+        leave_gpus_alone()
     gc.freeze()  # nor do workers look there, which would copy the memory that they share
     gc.enable()
     work = serve(answers)
@@ -54,17 +58,38 @@ def prepare_workers(recipe: str) -> None:
         recipe_class(recipe)
 
 
+def leave_gpus_alone() -> None:
+    """Keep torch's launcher from looking for GPUs: the workers that it forks could not use them after that.
+
+    It looks in order to bind each worker to the cores near its GPU, which ours do themselves.
+    """
+    from torch.distributed.launcher.api import LaunchConfig
+
+    plain = LaunchConfig.__post_init__
+
+    def post_init(config: Any) -> None:
+        config.numa_options = "as the workers decide"  # it looks only if nothing is decided
+        plain(config)  # type: ignore[no-untyped-call]
+        config.numa_options = None
+
+    LaunchConfig.__post_init__ = post_init  # type: ignore[method-assign]
+
+
 def serve(answers: int) -> Work | None:
     """Fork a launcher for each line of standard input. Return its work in the launcher, and None in the server."""
     server = os.getpid()
     while (line := sys.stdin.buffer.readline()).endswith(b"\n"):
+        work: Work = json.loads(line)
+        # Before the fork, so that why it failed is in this generation's log.
+        _redirect(os.open(work["log"], os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600), sys.stdout, sys.stderr)
         launcher = os.fork()
         if launcher == 0:
+            signal.signal(signal.SIGTERM, signal.SIG_DFL)
+            signal.signal(signal.SIGINT, signal.default_int_handler)
             end_with_parent(signal.SIGTERM)
             if os.getppid() != server:  # it died before that
                 return None
             os.close(answers)
-            work: Work = json.loads(line)
             return work
         os.write(answers, b"%d\n" % launcher)
         _, status = os.waitpid(launcher, 0)
@@ -73,14 +98,15 @@ def serve(answers: int) -> Work | None:
 
 
 def become_launcher(work: Work) -> None:
-    null = os.open(os.devnull, os.O_RDONLY)  # the workers must not inherit the node's pipe
-    log = os.open(work["log"], os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600)
-    for source, target in ((null, sys.stdin), (log, sys.stdout), (log, sys.stderr)):
-        os.dup2(source, target.fileno())
-    os.close(null)
-    os.close(log)
+    _redirect(os.open(os.devnull, os.O_RDONLY), sys.stdin)  # the workers must not inherit the node's pipe
     os.environ.clear()  # the workers' environment is exactly what the node decided
     os.environ.update(work["environment"])
+
+
+def _redirect(source: int, *streams: TextIO) -> None:
+    for stream in streams:
+        os.dup2(source, stream.fileno())
+    os.close(source)
 
 
 if __name__ == "__main__":
