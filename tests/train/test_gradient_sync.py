@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+import copy
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from forking import WorkerForker
 from safetensors.torch import load_file
-from tiny import TinyModel, tiny_job, tiny_run
+from tiny import Tiny, TinyModel, tiny_engine, tiny_job, tiny_run
 from workers import losses
 
 from packtrain.run.checkpoint import committed, fetch
@@ -17,6 +19,7 @@ from packtrain.run.run import Run
 from packtrain.store import Store
 from packtrain.train.gradient_sync import LocalSync, LocalSyncSettings, fragments_of
 from packtrain.train.precision import FIRST_LOSS_SCALE
+from packtrain.train.progress import Progress
 from packtrain.train.recorder import Clock
 from packtrain.train.state import MODEL_FILE, STATE_FILE, load_weights
 from packtrain.train.world import World
@@ -235,6 +238,22 @@ def test_steps_beside_an_exchange_count_once_and_after_it(forker: WorkerForker) 
         assert rank["common"][3:6] == pytest.approx([first["common"][0]] * 2 + [mean_of_four])
         assert own[5] - rank["before"][5] == pytest.approx(mean_of_four - own[3], abs=1e-6)
         assert rank["common"][6] == own[6] == pytest.approx((first["before"][6] + second["before"][6]) / 2)
+
+
+@pytest.mark.parametrize("settings", [{}, {"activation_checkpointing": True}], ids=["plain", "recomputed"])
+def test_the_common_weights_are_evaluated_beside_an_exchange(settings: dict[str, Any]) -> None:
+    """Blocks that are recomputed for the backward pass know the model that they belong to."""
+    engine = tiny_engine(tiny_job(train={"exchange": {"local": OVERLAPPED}, **settings}))
+    recipe = Tiny(tiny_job())
+    batch = {name: torch.from_numpy(array) for name, array in recipe.batch(np.arange(4), 0).items()}
+    for step in range(5):
+        engine.step(Progress(step, 0.0), [batch], 4, 4)
+    wanted = TinyModel(0.0).eval()
+    wanted.load_state_dict(engine.model.state_dict() | engine.gradient_sync.common())
+    evaluated = engine.evaluation_model()
+    assert torch.equal(evaluated(batch["inputs"]), wanted(batch["inputs"]))
+    assert not torch.equal(evaluated(batch["inputs"]), copy.deepcopy(engine.model).eval()(batch["inputs"]))
+    assert torch.equal(evaluated.mean, engine.model.mean)
 
 
 def test_evaluations_and_saves_wait_until_an_exchange_is_applied(training: Training) -> None:

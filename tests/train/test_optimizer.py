@@ -20,6 +20,7 @@ from packtrain.train.optimizer import (
     load_optimizer,
     optimizer_tensors,
 )
+from packtrain.train.shard_optimizers import ShardedSgd
 
 ENTRIES = [
     *[("weight", shape, entry) for entry, shape in (("step", ()), ("exp_avg", (2, 4)), ("exp_avg_sq", (2, 4)))],
@@ -202,6 +203,28 @@ def test_layerwise_optimizers_follow_their_formulas(settings: OptimizerKind, by_
         by_hand(reference, memory, rate, 0.1, step + 1)
         for found, wanted in zip(model.parameters(), reference.parameters(), strict=True):
             torch.testing.assert_close(found, wanted, rtol=1e-4, atol=1e-6)
+
+
+@pytest.mark.parametrize(
+    ("momentum", "nesterov"), [(0.0, False), (0.9, False), (0.9, True)], ids=["plain", "momentum", "nesterov"]
+)
+def test_sgd_for_shards_equals_that_of_torch_and_has_its_state(momentum: float, nesterov: bool) -> None:
+    model, reference = a_model(), a_model()
+    settings = SgdSettings(momentum=momentum, nesterov=nesterov, decay=0.1)
+    wanted = settings.build(reference)
+    found = ShardedSgd([{**group, "params": own} for group, own in groups_like(wanted, model)], momentum, nesterov)
+    train(model, found, range(5))
+    train(reference, wanted, range(5))
+    torch.testing.assert_close(dict(model.named_parameters()), dict(reference.named_parameters()))
+    torch.testing.assert_close(optimizer_tensors(found, model), optimizer_tensors(wanted, reference))
+
+
+def groups_like(optimizer: torch.optim.Optimizer, model: nn.Module) -> list[tuple[dict[str, Any], list[nn.Parameter]]]:
+    """Return the decay of each group of an optimizer, and the parameters of this model with that decay."""
+    layers = [one for one in model.parameters() if one.ndim > 1]
+    others = [one for one in model.parameters() if one.ndim <= 1]
+    found = [({"weight_decay": group["weight_decay"]}, group["params"]) for group in optimizer.param_groups]
+    return [(options, layers if params[0].ndim > 1 else others) for options, params in found]
 
 
 @pytest.mark.parametrize("settings", [LarsSettings(), LambSettings()])

@@ -274,6 +274,8 @@ class DdpSync(GradientSync):
             clock.mark("backward")  # gradients were computed until here; after the last one there is only communication
             return send(state, bucket)  # type: ignore[arg-type]
 
+        # To log times, the host would wait for the GPU at every hundredth step.
+        self._parallel._set_ddp_runtime_logging_sample_rate(2**31 - 1)  # type: ignore[no-untyped-call]
         self._compresses = settings.compress != "no"
         hook.__annotations__.clear()  # torch compares them with types that it does not export
         self._parallel.register_comm_hook(None, hook)
@@ -322,6 +324,12 @@ class LocalSync(GradientSync):
         self._rounded = [] if self._encoding.exact else [torch.zeros_like(parameter) for parameter in self._common]
         self._fragments = fragments_of([parameter.numel() for parameter in self._parameters], settings.fragments)
         self._pending: PendingExchange | None = None
+        if settings.delay:
+            # Shares the common weights. Not made when it is needed: by then the blocks of the model may be compiled or
+            # recomputed, and those of a copy would still compute with the weights of the original.
+            pairs = zip(self._parameters, self._common, strict=True)
+            weights = {id(own): torch.nn.Parameter(common, requires_grad=False) for own, common in pairs}
+            self._common_model: nn.Module = copy.deepcopy(model, weights)
 
     def before_step(self) -> None:
         """Nothing: ranks keep their own statistics until the next sync."""
@@ -354,10 +362,9 @@ class LocalSync(GradientSync):
         """Return a model with the common weights, not copied, if this rank's own ones are others."""
         if model is not self._model or not self._settings.delay:
             return model
-        from torch import nn
-
-        pairs = zip(self._parameters, self._common, strict=True)
-        return copy.deepcopy(model, {id(own): nn.Parameter(common, requires_grad=False) for own, common in pairs})
+        for own, buffer in zip(self._common_model.buffers(), model.buffers(), strict=True):
+            own.copy_(buffer)
+        return self._common_model
 
     def after_update(self, steps: int, last: bool) -> None:
         settings, pending = self._settings, self._pending

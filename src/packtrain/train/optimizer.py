@@ -39,10 +39,12 @@ class SgdSettings(OptimizerKind):
         import torch
         from torch.distributed.tensor import DTensor
 
-        # PyTorch has no fused SGD for sharded parameters.
-        fused = not any(isinstance(parameter, DTensor) for parameter in model.parameters())
+        from packtrain.train.shard_optimizers import ShardedSgd
+
         groups = _groups(model, self.decay)
-        return torch.optim.SGD(groups, lr=0.0, momentum=self.momentum, nesterov=self.nesterov, fused=fused)
+        if any(isinstance(parameter, DTensor) for parameter in model.parameters()):
+            return ShardedSgd(groups, self.momentum, self.nesterov)  # torch has no fused SGD for these
+        return torch.optim.SGD(groups, lr=0.0, momentum=self.momentum, nesterov=self.nesterov, fused=True)
 
 
 class AdamSettings(OptimizerKind):
@@ -89,7 +91,7 @@ class LarsSettings(OptimizerKind):
         return 1 if self.momentum else 0
 
     def build(self, model: nn.Module) -> torch.optim.Optimizer:
-        from packtrain.train.layerwise import Lars
+        from packtrain.train.shard_optimizers import Lars
 
         return Lars(_groups(model, self.decay, scaled=True), self.momentum, self.trust)
 
@@ -106,7 +108,7 @@ class LambSettings(OptimizerKind):
         return 2
 
     def build(self, model: nn.Module) -> torch.optim.Optimizer:
-        from packtrain.train.layerwise import Lamb
+        from packtrain.train.shard_optimizers import Lamb
 
         return Lamb(_groups(model, self.decay, scaled=True), self.betas, self.epsilon)
 

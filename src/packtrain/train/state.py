@@ -63,6 +63,7 @@ class SnapshotCopier:
     def __init__(self) -> None:
         self._thread = ThreadPoolExecutor(1, "copier")
         self._spare: list[Files] = []
+        self._stream: torch.cuda.Stream | None = None
 
     def begin(
         self, files: Mapping[str, Mapping[str, Tensor]], at_once: Collection[tuple[str, str]] = ()
@@ -80,7 +81,21 @@ class SnapshotCopier:
         }
         _copy([pairs.pop(key) for key in at_once])
         rest = list(pairs.values())
-        return TensorCopies(copies, self._thread.submit(_copy_after, rest, _queue_position(rest)))
+        return TensorCopies(copies, self._thread.submit(self._copy_after, rest, _queue_position(rest)))
+
+    def _copy_after(self, pairs: list[tuple[Tensor, Tensor]], after: torch.cuda.Event | None) -> None:
+        if after is None:
+            _copy(pairs)
+            return
+        # On a stream of its own, so that the copy runs beside the next step instead of before it; always the same, for
+        # torch has few and would soon give one that others use.
+        if self._stream is None:
+            self._stream = torch.cuda.Stream(after.device)  # type: ignore[no-untyped-call]
+        self._stream.wait_event(after)
+        with torch.cuda.stream(self._stream):
+            for copy, tensor in pairs:
+                copy.copy_(tensor, non_blocking=True)
+        self._stream.synchronize()
 
     def give_back(self, copies: TensorCopies) -> None:
         """Return the memory of copies that are no longer needed."""
@@ -105,19 +120,6 @@ def _queue_position(pairs: list[tuple[Tensor, Tensor]]) -> torch.cuda.Event | No
     """Return an event after everything queued on the GPU: that work may still write what is copied."""
     device = next((tensor.device for _, tensor in pairs if tensor.is_cuda), None)
     return None if device is None else torch.cuda.current_stream(device).record_event()
-
-
-def _copy_after(pairs: list[tuple[Tensor, Tensor]], after: torch.cuda.Event | None) -> None:
-    if after is None:
-        _copy(pairs)
-        return
-    # On a stream of its own, so that the copy runs beside the next step instead of before it.
-    stream = torch.cuda.Stream(after.device)  # type: ignore[no-untyped-call]
-    stream.wait_event(after)
-    with torch.cuda.stream(stream):
-        for copy, tensor in pairs:
-            copy.copy_(tensor, non_blocking=True)
-    stream.synchronize()
 
 
 @dataclass(frozen=True)

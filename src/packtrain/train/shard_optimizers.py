@@ -1,4 +1,6 @@
-"""Optimizers for large batches, which scale the update of each layer by the norm of its weights: LARS and LAMB.
+"""Optimizers that torch does not have: LARS and LAMB for large batches, and SGD for sharded weights.
+
+LARS and LAMB scale the update of each layer by the norm of its weights.
 
 Each tensor with two or more dimensions is a layer. Norms and biases are updated as by plain SGD and Adam: many start at
 zero, and a ratio of their norms would hold them back.
@@ -21,7 +23,7 @@ from torch.distributed.tensor import DTensor
 Groups = Iterable[dict[str, Any]]
 
 
-class _Layerwise(torch.optim.Optimizer, ABC):
+class _ShardOptimizer(torch.optim.Optimizer, ABC):
     """An optimizer whose groups have the parameters (`params`), their decay, and whether updates are `scaled`.
 
     As torch's fused optimizers, it can be told on the device that gradients are not finite: where `found_inf` is 1, no
@@ -62,6 +64,16 @@ class _Layerwise(torch.optim.Optimizer, ABC):
             changes = list(torch._foreach_mul(changes, 1 - self.found_inf))
         torch._foreach_add_(weights, changes, alpha=-rate)
 
+    def _with_momentum(self, parameters: list[Tensor], changes: list[Tensor], group: dict[str, Any]) -> list[Tensor]:
+        if not group["momentum"]:
+            return changes
+        velocities = _shards(self._states(parameters, "momentum_buffer"))
+        torch._foreach_mul_(velocities, group["momentum"])
+        torch._foreach_add_(velocities, changes)
+        if not group["nesterov"]:
+            return velocities
+        return list(torch._foreach_add(changes, velocities, alpha=group["momentum"]))
+
     def _states(self, parameters: list[Tensor], entry: str) -> list[Tensor]:
         """Return an entry of the state of each parameter, of its shape and sharding; zeros at first."""
         for parameter in parameters:
@@ -70,32 +82,39 @@ class _Layerwise(torch.optim.Optimizer, ABC):
         return [self.state[parameter][entry] for parameter in parameters]
 
 
-class Lars(_Layerwise):
+class ShardedSgd(_ShardOptimizer):
+    """torch's SGD, with the same state."""
+
+    def __init__(self, groups: Groups, momentum: float, nesterov: bool) -> None:
+        super().__init__(groups, momentum=momentum, nesterov=nesterov)
+
+    def _update(self, parameters: list[Tensor], group: dict[str, Any]) -> None:
+        weights = _shards(parameters)
+        changes = list(torch._foreach_add(self._gradients(parameters), weights, alpha=group["weight_decay"]))
+        self._move(weights, self._with_momentum(parameters, changes, group), group["lr"])
+
+
+class Lars(_ShardOptimizer):
     """SGD with momentum whose gradients are scaled by trust x |weights| / (|gradient| + decay x |weights|).
 
     As in torch's SGD, the rate is not part of the momentum, so that a change of the rate acts at once.
     """
 
     def __init__(self, groups: Groups, momentum: float, trust: float) -> None:
-        super().__init__(groups, momentum=momentum, trust=trust)
+        super().__init__(groups, momentum=momentum, nesterov=False, trust=trust)
 
     def _update(self, parameters: list[Tensor], group: dict[str, Any]) -> None:
-        decay, momentum = group["weight_decay"], group["momentum"]
+        decay = group["weight_decay"]
         weights, gradients = _shards(parameters), self._gradients(parameters)
         changes = list(torch._foreach_add(gradients, weights, alpha=decay))
         if group["scaled"]:
             of_weights, of_gradients = _norms(parameters, weights, gradients)
             ratios = group["trust"] * of_weights / (of_gradients + decay * of_weights)
             torch._foreach_mul_(changes, _scales(ratios, of_weights, of_gradients))
-        if momentum:
-            velocities = _shards(self._states(parameters, "momentum_buffer"))
-            torch._foreach_mul_(velocities, momentum)
-            torch._foreach_add_(velocities, changes)
-            changes = velocities
-        self._move(weights, changes, group["lr"])
+        self._move(weights, self._with_momentum(parameters, changes, group), group["lr"])
 
 
-class Lamb(_Layerwise):
+class Lamb(_ShardOptimizer):
     """AdamW whose update, with the decay in it, is scaled by |weights| / |update|."""
 
     def __init__(self, groups: Groups, betas: tuple[float, float], epsilon: float) -> None:
