@@ -13,7 +13,16 @@ from torch._C._distributed_c10d import FileStore
 
 from packtrain.errors import PacktrainError
 from packtrain.node.causes import is_consequence
-from packtrain.train.world import DataBarrier, StopRequested, WorkerFacts, World, agree, gpu_addresses, misfits
+from packtrain.train.world import (
+    DataBarrier,
+    StopRequested,
+    WorkerFacts,
+    World,
+    agree,
+    backend_of,
+    gpu_addresses,
+    misfits,
+)
 
 
 def test_a_single_worker_needs_no_process_group() -> None:
@@ -102,7 +111,7 @@ def test_if_one_rank_lacks_data_all_wait_and_leave_together_for_a_stop(ready: bo
 
 # What workers agree on before they connect.
 
-GPU = WorkerFacts("a", "cuda", True, "2.13.0", "2.27")
+GPU = WorkerFacts("a", "cuda", True, "2.13.0", "2.27", "0000:01:00.0")
 
 
 @pytest.mark.parametrize(
@@ -140,6 +149,30 @@ def test_every_worker_learns_which_one_does_not_fit_and_only_that_one_is_to_blam
     assert said[1].startswith("b has no usable GPU")
     assert said[0] == said[2] == f"another worker is gone: {said[1]}"
     assert [is_consequence(text) for text in said] == [True, False, True]
+
+
+@pytest.mark.parametrize(
+    ("everyone", "backend"),
+    [
+        ([GPU, replace(GPU, host="b")], "nccl"),
+        ([GPU, replace(GPU, gpu="0000:02:00.0")], "nccl"),
+        ([replace(GPU, gpu=""), replace(GPU, gpu="")], "nccl"),
+        ([GPU, GPU], "gloo"),
+        ([replace(GPU, device="cpu", gpu="")] * 2, "gloo"),
+    ],
+    ids=["two machines", "two GPUs", "addresses not known", "parts of one GPU", "CPUs"],
+)
+def test_nccl_connects_workers_unless_they_share_a_gpu(everyone: list[WorkerFacts], backend: str) -> None:
+    assert backend_of(everyone) == backend
+
+
+def test_more_workers_than_gpus_are_told_in_one_line(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name, value in {"RANK": "1", "WORLD_SIZE": "2", "LOCAL_RANK": "1"}.items():
+        monkeypatch.setenv(name, value)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
+    with pytest.raises(PacktrainError, match=r"has 1 usable GPU, and more workers; check nvidia-smi, or set fleet"):
+        World.join()
 
 
 def test_bf16_is_used_only_if_all_workers_have_it(tmp_path: Path) -> None:

@@ -104,7 +104,7 @@ def main(given: Sequence[str]) -> None:
     check_own(address, options.public_address)
     interface = interface_of(address)
     if interface is not None:
-        os.environ.update(GLOO_SOCKET_IFNAME=interface, NCCL_SOCKET_IFNAME=interface)
+        os.environ.update(GLOO_SOCKET_IFNAME=interface, NCCL_SOCKET_IFNAME=f"={interface}")
     try:
         shared = rendezvous(open_store(options.store), options.key, options.rank, options.world, address)
         speed = measure(shared, options.rank, options.world, options.backend, SECONDS)

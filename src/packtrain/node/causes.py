@@ -58,6 +58,7 @@ _LAST_LINES = 3
 _CONSEQUENCE = re.compile(
     r"Connection (closed|reset) by peer|Connection refused|Broken pipe|ncclRemoteError|ncclSystemError"
     r"|remote process exited|unhandled system error|another worker is gone"
+    r"|retrieving ncclUniqueId|wait timeout after|Timeout waiting for key|NCCL communicator (was aborted|encountered)"
     r"|Connection was likely closed|failed to recv|Timed out waiting|connectFullMesh|DistNetworkError|DistStoreError",
     re.IGNORECASE,
 )

@@ -224,7 +224,7 @@ def _join(options: argparse.Namespace, store: Store) -> World:
         check_own(address, options.public_address)
         interface = interface_of(address)
         if interface is not None:
-            os.environ.update(GLOO_SOCKET_IFNAME=interface, NCCL_SOCKET_IFNAME=interface)
+            os.environ.update(GLOO_SOCKET_IFNAME=interface, NCCL_SOCKET_IFNAME=f"={interface}")
         shared = rendezvous(store, f"{options.key}-address", rank, ranks, address)
         dist.init_process_group("nccl" if on_gpu else "gloo", store=shared, rank=rank, world_size=ranks)
     return World(rank, ranks, device, options.worker)

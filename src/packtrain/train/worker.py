@@ -97,15 +97,16 @@ def build_trainer(control: Control, stop_signal: StopSignal, started: float) -> 
         text = f"{text}: check the network and the firewall between the machines"
         control.report_error(WorkerError(int(os.environ["RANK"]), text, False, time.time(), "hang"))
 
-    with stop_signal.fatal():  # joining blocks in C until all ranks are there, and no Python handler runs meanwhile
+    # Until all ranks are there and have equal weights, they wait for each other in C, where no Python handler runs.
+    with stop_signal.fatal():
         world = World.join(must_end_within(_CONNECT_SECONDS, "connecting the workers", report_hang))
-    exact.choose_kernels(world.device, job.train.exact)
-    workers = int(os.environ["LOCAL_WORLD_SIZE"])
-    stay_nearby(gpu_addresses(world.device, workers), world.rank_of_node, workers)
-    clock = clock_of(world.device)
-    # Imports took seconds before the clock existed. Not from /proc, which may be that of another process namespace.
-    clock.add("start", time.monotonic() - started)
-    return Trainer(run, recipe, world, int(os.environ[GENERATION_VARIABLE]), control, stop_signal, clock)
+        exact.choose_kernels(world.device, job.train.exact)
+        workers = int(os.environ["LOCAL_WORLD_SIZE"])
+        stay_nearby(gpu_addresses(world.device, workers), world.rank_of_node, workers)
+        clock = clock_of(world.device)
+        # Imports took seconds before the clock existed. Not from /proc, which may be that of another process namespace.
+        clock.add("start", time.monotonic() - started)
+        return Trainer(run, recipe, world, int(os.environ[GENERATION_VARIABLE]), control, stop_signal, clock)
 
 
 def _pack_of(run: Run) -> Pack:

@@ -24,6 +24,7 @@ from torch.distributed.rendezvous import rendezvous
 from packtrain.errors import PacktrainError
 from packtrain.train.control import CONTROL_VARIABLE, VISIBLE_GPUS_VARIABLE
 from packtrain.train.transfer import Reading, SideStream, is_queued
+from packtrain.units import counted
 
 _TIMEOUT = timedelta(hours=1)  # must outlast an evaluation; the watchdog and the leases find a hang much sooner
 CONNECT_SECONDS = 60.0  # to connect to all others, which are there by then
@@ -49,13 +50,15 @@ class WorkerFacts:
     has_bf16: bool
     torch_version: str
     nccl_version: str
+    gpu: str  # its address; parts of one GPU have the same
 
     @classmethod
     def here(cls, device: torch.device) -> WorkerFacts:
         on_gpu = device.type == "cuda"
         has_bf16 = not on_gpu or torch.cuda.is_bf16_supported(including_emulation=False)
         nccl = ".".join(map(str, torch.cuda.nccl.version()[:2])) if on_gpu else ""  # type: ignore[no-untyped-call]
-        return cls(socket.gethostname(), device.type, has_bf16, torch.__version__, nccl)
+        gpu = next(iter(gpu_addresses(device, 1)), "")
+        return cls(socket.gethostname(), device.type, has_bf16, torch.__version__, nccl, gpu)
 
 
 def misfits(everyone: Sequence[WorkerFacts]) -> dict[int, str]:
@@ -103,11 +106,14 @@ def _meeting_place(num_ranks: int) -> Store:
 
 def _own_device(local_rank: int) -> torch.device:
     visible = os.environ.get(VISIBLE_GPUS_VARIABLE, "").split(",")
-    if visible[0].startswith("MIG-"):  # of the parts of a GPU, a process sees only the first that is visible
+    if any(one.startswith("MIG-") for one in visible):  # of the parts of GPUs, a process sees only the first
         os.environ[VISIBLE_GPUS_VARIABLE] = visible[local_rank]
         local_rank = 0
     if not torch.cuda.is_available():
         return torch.device("cpu")
+    if local_rank >= (count := torch.cuda.device_count()):
+        gpus = f"{counted(count, 'usable GPU')}, and more workers; check nvidia-smi, or set fleet.workers"
+        raise PacktrainError(f"{socket.gethostname()} has {gpus}")
     torch.cuda.set_device(local_rank)
     return torch.device("cuda", local_rank)
 
@@ -126,17 +132,25 @@ def gpu_addresses(device: torch.device, workers: int) -> list[str]:
     return ["" if min(one) < 0 else "{:04x}:{:02x}:{:02x}.0".format(*one) for one in parts]
 
 
-def _connect(store: Store, rank: int, num_ranks: int, device: torch.device) -> None:
-    on_gpu = device.type == "cuda"
+def backend_of(everyone: Sequence[WorkerFacts]) -> str:
+    """Return what connects the workers: NCCL, unless there are no GPUs or several workers have parts of one."""
+    gpus = [(facts.host, facts.gpu) for facts in everyone if facts.gpu]
+    on_gpu = all(facts.device == "cuda" for facts in everyone)
+    return "nccl" if on_gpu and len(set(gpus)) == len(gpus) else "gloo"
+
+
+def _connect(store: Store, rank: int, num_ranks: int, device: torch.device, backend: str) -> None:
     dist.init_process_group(
-        "nccl" if on_gpu else "gloo",
+        backend,
         timeout=timedelta(seconds=CONNECT_SECONDS),
         rank=rank,
         world_size=num_ranks,
         store=store,
-        device_id=device if on_gpu else None,  # connects now, and not in the first collective
+        device_id=device if backend == "nccl" else None,  # connects now, and not in the first collective
     )
-    dist.all_reduce(torch.zeros(1, device=device))
+    first = torch.zeros(1, device=device)
+    dist.all_reduce(first)
+    first.item()  # a GPU has only queued it
     dist.distributed_c10d._set_pg_timeout(_TIMEOUT, dist.group.WORLD)
 
 
@@ -168,7 +182,7 @@ class World:
             store = _meeting_place(num_ranks)
             everyone = agree(store, rank, num_ranks, everyone[0])
             with watched or nullcontext():
-                _connect(store, rank, num_ranks, device)
+                _connect(store, rank, num_ranks, device, backend_of(everyone))
         return cls(rank, num_ranks, device, local_rank, all(facts.has_bf16 for facts in everyone))
 
     def leave(self) -> None:
