@@ -57,6 +57,8 @@ GPUS: Mapping[str, Device] = {
     "a100-80gb": Device("NVIDIA A100 80 GB", "gpu", 19.5 * _T, 312 * _T, 80 * _GB, _NVIDIA + "a100/"),
     "a100": Device("NVIDIA A100 40 GB", "gpu", 19.5 * _T, 312 * _T, 40 * _GB, _NVIDIA + "a100/"),
     "h200": Device("NVIDIA H200", "gpu", 67 * _T, 989 * _T, 141 * _GB, _NVIDIA + "h200/"),
+    "h100-pcie": Device("NVIDIA H100 PCIe", "gpu", 51 * _T, 756 * _T, 80 * _GB, _NVIDIA + "h100/"),
+    "h100-nvl": Device("NVIDIA H100 NVL", "gpu", 60 * _T, 835 * _T, 94 * _GB, _NVIDIA + "h100/"),
     "h100": Device("NVIDIA H100", "gpu", 67 * _T, 989 * _T, 80 * _GB, _NVIDIA + "h100/"),
     "b200": Device("NVIDIA B200", "gpu", 75 * _T, 2250 * _T, 180 * _GB, _NVIDIA + "dgx-b200/"),
     "rtx-3090": Device("NVIDIA GeForce RTX 3090", "gpu", 35.6 * _T, 71 * _T, 24 * _GB, _GEFORCE),

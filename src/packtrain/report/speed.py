@@ -146,10 +146,12 @@ def flops_used(evidence: Evidence) -> FlopsUsed | None:
     # More workers than GPUs share them, or each has a part of one (MIG), whose peak is not in the table.
     if device is None or model is None or not speed or evidence.workers > sum(map(len, latest.values())):
         return None
+    # In fp32, convolutions and some products compute in TF32, others do not: there is no one peak.
+    if evidence.job.train.precision == "fp32" or not device.half_flops:
+        return None
     if len({evidence.job.train.in_epoch(int(epoch)).size for _, epoch in values_of(evidence.steps, "epoch")}) > 1:
         return None  # the operations for an image changed with its size
-    in_half = evidence.job.train.precision != "fp32" and device.half_flops
-    return FlopsUsed(model.flops * speed / evidence.workers, in_half or device.flops, device.name)
+    return FlopsUsed(model.flops * speed / evidence.workers, device.half_flops, device.name)
 
 
 def _is_crowded(samples: Sequence[TelemetrySample]) -> bool:

@@ -189,7 +189,7 @@ class PictureWriter:
 
 
 class OutputWriter:
-    """Puts files into the outputs of a run. A store that is away keeps them waiting on the disk."""
+    """Puts files into the outputs of a run. A store that is away keeps them waiting; a full disk loses them."""
 
     def __init__(self, run: Run) -> None:
         self._run = run
@@ -202,8 +202,13 @@ class OutputWriter:
         while self._waiting:
             name, path = self._waiting[0]
             packed = path.with_name(f"{path.name}.gz")
-            with path.open("rb") as file, gzip.open(packed, "wb", compresslevel=6) as target:
-                shutil.copyfileobj(file, target)
+            try:
+                with path.open("rb") as file, gzip.open(packed, "wb", compresslevel=6) as target:
+                    shutil.copyfileobj(file, target)
+            except OSError as error:
+                self._waiting.popleft()
+                packed.unlink(missing_ok=True)
+                raise StoreError(f"{name} is lost: {error}") from error
             self._run.store.put_file(output_key(self._run, name), packed)
             self._waiting.popleft()
             path.unlink()
