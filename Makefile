@@ -5,6 +5,8 @@ BIN := $(VENV)/bin
 # The variable, not the option: it also holds for what the package is built with.
 export PIP_CONSTRAINT := $(CURDIR)/constraints.txt
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
+# Without cached bytecode each of the many processes of the tests would compile torch's source for five seconds.
+unexport PYTHONDONTWRITEBYTECODE
 PIP := $(BIN)/pip install --quiet
 NEW := "Open the file in a new window." "The password is not valid." "Show all packages that need to be updated."
 

@@ -21,6 +21,8 @@ import json
 import os
 import signal
 import sys
+import traceback
+from collections.abc import Callable
 from importlib import import_module
 from typing import TYPE_CHECKING, Any, TextIO
 
@@ -30,8 +32,12 @@ from packtrain.system import end_with_parent
 if TYPE_CHECKING:  # its imports are the node's, and would only delay the launcher of a program
     from packtrain.node.launch import Work
 
-# What every worker imports before its first step. Optimizers of torch import its compiler, whether they use it or not.
-_OF_WORKERS = ("torch._dynamo", "torch.nn.parallel", "packtrain.fleet.local", "packtrain.train.worker")
+# What every worker imports. Optimizers of torch import its compiler, whether they use it or not. The first one writes
+# TensorBoard's files, the last of them while the next generation waits for its end.
+_OF_WORKERS = (
+    "torch._dynamo", "torch.nn.parallel", "packtrain.fleet.local", "packtrain.train.worker",
+    "tensorboard.summary.writer.record_writer", "tensorboard.compat.proto.event_pb2",
+)  # fmt: skip
 
 
 def main(recipe: str | None) -> None:
@@ -48,7 +54,7 @@ def main(recipe: str | None) -> None:
     work = serve(answers)
     if work is not None:
         become_launcher(work)
-        launch(work["arguments"])
+        os._exit(exit_code_of(lambda: launch(work["arguments"])))  # cleaning up all modules would take a while
 
 
 def prepare_workers(recipe: str) -> None:
@@ -101,6 +107,21 @@ def become_launcher(work: Work) -> None:
     _redirect(os.open(os.devnull, os.O_RDONLY), sys.stdin)  # the workers must not inherit the node's pipe
     os.environ.clear()  # the workers' environment is exactly what the node decided
     os.environ.update(work["environment"])
+
+
+def exit_code_of(call: Callable[[], object]) -> int:
+    """Return the exit code with which Python would end after this call."""
+    try:
+        call()
+        code = 0
+    except SystemExit as error:
+        code = error.code if isinstance(error.code, int) else int(error.code is not None)
+    except BaseException:
+        traceback.print_exc()
+        code = 1
+    sys.stdout.flush()
+    sys.stderr.flush()
+    return code
 
 
 def _redirect(source: int, *streams: TextIO) -> None:
