@@ -3,8 +3,8 @@
     python benchmarks/recover.py [--json] [--rounds 3] [--seconds 120] [--every 30] [--only torchrun]
 
 The example job on two workers with a save every 20 steps, against a hand-written script that uses torchrun's restarts
-and torch.save. Same model, batches and kills (SIGKILL of the second worker). Goodput is the time that the steps that
-counted take without kills, saves included, divided by the time that passed.
+and torch.save. Same model, batches and kills (SIGKILL of the second worker). A restart loses the time from when a step
+was first made until it is made again; goodput is the share of the time that is not lost.
 """
 
 from __future__ import annotations
@@ -14,7 +14,6 @@ import itertools
 import json
 import os
 import signal
-import statistics
 import subprocess
 import sys
 import tempfile
@@ -163,16 +162,14 @@ def _processes(variable: str, value: str, store: str | None = None) -> list[psut
     return found
 
 
-def pace(steps: list[Step]) -> float:
-    """Return the mean seconds between two steps of the same generation, with what saving takes of them."""
-    return statistics.mean(
-        late.time - early.time for early, late in itertools.pairwise(steps) if late.generation == early.generation
-    )
-
-
-def kept(steps: list[Step]) -> int:
-    """Return the last step of the last generation."""
-    return max(step.number for step in steps if step.generation == steps[-1].generation)
+def lost_seconds(steps: list[Step]) -> float:
+    """Return how much later the steps were that restarts made again, or the next ones where they repeated none."""
+    lost, made = 0.0, dict[int, float]()
+    for early, late in itertools.pairwise(steps):
+        made[early.number] = early.time
+        if late.generation != early.generation:
+            lost += late.time - made.get(late.number, early.time)
+    return lost
 
 
 def kills(contender: Contender, rounds: int, warm_steps: int) -> list[tuple[float, int]]:
@@ -200,7 +197,7 @@ def goodput_with_kills(contender: Contender, seconds: float, every: float) -> fl
         with suppress(ValueError, psutil.Error):  # between two generations there are no workers
             contender.kill_one()
     steps = contender.steps()
-    return (kept(steps) - start.number) * pace(steps) / (time.time() - start.time)
+    return 1 - lost_seconds(steps[steps.index(start) :]) / (steps[-1].time - start.time)
 
 
 def measure(contender: Contender, options: argparse.Namespace) -> dict[str, Any]:
