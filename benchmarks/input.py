@@ -29,20 +29,23 @@ from typing import Any
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 import numpy as np
+import simplejpeg
 import torch
 from numpy.typing import NDArray
 from PIL import Image, ImageDraw
 
 import bench
-from packtrain.data.images import ImageBatches, random_crop_box
+from packtrain.data.images import ImageBatches, random_crop_box, random_crops, resize_into
 from packtrain.data.order import permutation
 from packtrain.data.pack import SplitReader
 from packtrain.pack.manifest import ShardFile
 from packtrain.pack.picture import to_tiled
 from packtrain.pack.shard import Columns, Ragged, encode_shard
+from packtrain.pack.tiles import Box, splice
 
 SIZE, BATCH, MIN_SCALE = 224, 128, 0.08
 SETTLED_SECONDS = 0.1
+SCRATCH_BYTES = 6 << 20
 # Approximate sizes of ImageNet's photographs: width, height, weight.
 SHAPES = [
     (500, 375, 50), (375, 500, 14), (500, 333, 9), (333, 500, 5),
@@ -332,6 +335,29 @@ def compare_images(jpegs: Sequence[bytes], rounds: int, workers: int) -> dict[st
     return figures
 
 
+def parts_of_time(jpegs: Sequence[bytes]) -> str:
+    """Return what our loader's threads spend their time on, by doing it here in one thread."""
+    tiled = [to_tiled(jpeg) for jpeg in jpegs]
+    crop_of = random_crops(np.arange(len(tiled)), MIN_SCALE, 1, 0, None)
+    decoded, closed = (np.empty(SCRATCH_BYTES, np.uint8) for _ in range(2))
+    out = np.empty((SIZE, SIZE, 3), np.uint8)
+    times = []
+    for at, one in enumerate(tiled):
+        marks = [time.thread_time()]
+        (left, top, width, height), flip = crop_of(at, one.width, one.height)
+        marks.append(time.thread_time())
+        small, x, y = splice(memoryview(one.jpeg), one.segments, one.width, one.height, Box(left, top, width, height))
+        marks.append(time.thread_time())
+        pixels = simplejpeg.decode_jpeg(small, buffer=decoded)[y : y + height, x : x + width]
+        marks.append(time.thread_time())
+        resize_into(out, pixels, flip, closed)
+        marks.append(time.thread_time())
+        times.append(np.diff(marks))
+    names = ("choosing the crop", "joining tiles", "decoding", "resizing")
+    means = zip(names, 1000 * np.mean(times, axis=0), strict=True)
+    return "of packtrain, in ms: " + ", ".join(f"{name} {mean:.2f}" for name, mean in means)
+
+
 def images(options: argparse.Namespace) -> None:
     jpegs = photographs_in(options.photos, options.images) if options.photos else photographs(options.images)
     sizes = [Image.open(io.BytesIO(jpeg)).size for jpeg in jpegs]
@@ -354,6 +380,7 @@ def images(options: argparse.Namespace) -> None:
         f" {width:.0f} x {height:.0f} pixels and {np.mean([*map(len, jpegs)]) / 1000:.0f} kB on average;"
         f" {options.workers} threads or worker processes each"
     ]
+    notes.append(parts_of_time(jpegs))
     notes.append("wall times favor loaders that prepare batches between their turns (DALI): compare CPU times")
     failed = [name for name, turns in figures.items() if not turns]
     if failed:
