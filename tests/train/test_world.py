@@ -210,3 +210,17 @@ def test_gpus_have_the_addresses_that_the_system_gives_them(
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda _: SimpleNamespace())
     assert gpu_addresses(torch.device("cuda", 0), workers) == [""] * workers
     assert gpu_addresses(torch.device("cpu"), workers) == []
+
+
+def test_a_worker_tells_the_address_of_its_own_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    """All of them see all GPUs of their machine."""
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
+    monkeypatch.setattr(torch.cuda, "is_bf16_supported", lambda **_: True)
+    monkeypatch.setattr(torch.cuda.nccl, "version", lambda: (2, 27, 5))
+    where = {"pci_domain_id": 0, "pci_device_id": 0}
+    monkeypatch.setattr(
+        torch.cuda, "get_device_properties", lambda number: SimpleNamespace(pci_bus_id=number + 1, **where)
+    )
+    here = [WorkerFacts.here(torch.device("cuda", number)) for number in range(2)]
+    assert [facts.gpu for facts in here] == ["0000:01:00.0", "0000:02:00.0"]
+    assert backend_of(here) == "nccl"

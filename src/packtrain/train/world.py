@@ -57,7 +57,7 @@ class WorkerFacts:
         on_gpu = device.type == "cuda"
         has_bf16 = not on_gpu or torch.cuda.is_bf16_supported(including_emulation=False)
         nccl = ".".join(map(str, torch.cuda.nccl.version()[:2])) if on_gpu else ""  # type: ignore[no-untyped-call]
-        gpu = next(iter(gpu_addresses(device, 1)), "")
+        gpu = _address(device.index) if on_gpu else ""
         return cls(socket.gethostname(), device.type, has_bf16, torch.__version__, nccl, gpu)
 
 
@@ -127,9 +127,13 @@ def gpu_addresses(device: torch.device, workers: int) -> list[str]:
         return []
     # Of the parts of a GPU a process sees only its own: then the others are taken to be on the same one.
     numbers = range(workers) if torch.cuda.device_count() >= workers else [device.index] * workers
-    found = [torch.cuda.get_device_properties(number) for number in numbers]
-    parts = [[getattr(one, f"pci_{name}_id", -1) for name in ("domain", "bus", "device")] for one in found]
-    return ["" if min(one) < 0 else "{:04x}:{:02x}:{:02x}.0".format(*one) for one in parts]
+    return [_address(number) for number in numbers]
+
+
+def _address(number: int) -> str:
+    found = torch.cuda.get_device_properties(number)
+    parts = [getattr(found, f"pci_{name}_id", -1) for name in ("domain", "bus", "device")]
+    return "" if min(parts) < 0 else "{:04x}:{:02x}:{:02x}.0".format(*parts)
 
 
 def backend_of(everyone: Sequence[WorkerFacts]) -> str:
