@@ -111,7 +111,7 @@ class CountingStore(Store):
 class NoWorkers:
     """A launcher whose workers never end."""
 
-    pid = 0
+    server_pid = 0
 
     def poll(self) -> int | None:
         return None

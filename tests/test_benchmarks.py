@@ -35,7 +35,7 @@ def benchmarks(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.mark.parametrize(
     "arguments",
     [
-        ["step.py"],
+        ["step.py", "--bursts", "1", "--steps", "2"],
         ["start.py"],
         ["pack.py", "--images", "40"],
         ["pack.py", "--pairs", "500"],
