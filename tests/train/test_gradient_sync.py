@@ -256,6 +256,18 @@ def test_the_common_weights_are_evaluated_beside_an_exchange(settings: dict[str,
     assert torch.equal(evaluated.mean, engine.model.mean)
 
 
+def test_weights_that_do_not_learn_are_evaluated_as_they_are() -> None:
+    """They may be loaded after the sync was built."""
+    model = TinyModel(0.0)
+    model.out.requires_grad_(False)
+    sync = LocalSync(LocalSyncSettings.model_validate(OVERLAPPED), model, World(), Clock())
+    with torch.no_grad():
+        model.out.weight.add_(1.0)
+    plain = sync.plain(model)
+    assert plain is not model
+    assert torch.equal(plain.out.weight, model.out.weight)
+
+
 def test_evaluations_and_saves_wait_until_an_exchange_is_applied(training: Training) -> None:
     sections = {"evaluate": {"every": "1 steps"}, "checkpoint": {"every": "1 steps", "keep_last": 10}}
     run = training.run(2, sections, exchange={"local": OVERLAPPED}, ema=0.9, duration="11 steps")

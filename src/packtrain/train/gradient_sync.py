@@ -325,10 +325,11 @@ class LocalSync(GradientSync):
         self._fragments = fragments_of([parameter.numel() for parameter in self._parameters], settings.fragments)
         self._pending: PendingExchange | None = None
         if settings.delay:
-            # Shares the common weights. Not made when it is needed: by then the blocks of the model may be compiled or
-            # recomputed, and those of a copy would still compute with the weights of the original.
-            pairs = zip(self._parameters, self._common, strict=True)
-            weights = {id(own): torch.nn.Parameter(common, requires_grad=False) for own, common in pairs}
+            # Shares the common weights, and those that do not learn. Not made when it is needed: by then the blocks of
+            # the model may be compiled or recomputed, and those of a copy would compute with the original's weights.
+            weights = {id(own): own for own in model.parameters()}
+            for own, common in zip(self._parameters, self._common, strict=True):
+                weights[id(own)] = torch.nn.Parameter(common, requires_grad=False)
             self._common_model: nn.Module = copy.deepcopy(model, weights)
 
     def before_step(self) -> None:
