@@ -167,8 +167,20 @@ def without_nodes(run: Run) -> State:
 
     Both times are the store's, or those of machines that share its directory: never that of this reader.
     """
-    left, launched = ([one.modified for one in run.store.list(run.key(folder))] for folder in ("nodes/", "launches/"))
-    return "waiting" if not left or (launched and max(launched) > max(left)) else "interrupted"
+    left, launched = _times_of(run, "nodes/"), _times_of(run, "launches/")
+    return "waiting" if not left or (launched and launched[-1] > left[-1]) else "interrupted"
+
+
+def was_left_before_launch(run: Run) -> bool:
+    """True if the nodes of earlier launches have left, and none has yet to join. The latest launch is the caller's."""
+    if state_of(run) not in ("interrupted", "waiting"):
+        return False
+    left, launched = _times_of(run, "nodes/"), _times_of(run, "launches/")[:-1]
+    return bool(left) and not (launched and launched[-1] > left[-1])
+
+
+def _times_of(run: Run, folder: str) -> list[datetime]:
+    return sorted(one.modified for one in run.store.list(run.key(folder)))
 
 
 def state_of(run: Run) -> State:

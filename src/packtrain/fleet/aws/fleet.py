@@ -58,7 +58,7 @@ from packtrain.job.part import (
     text_in_schema,
 )
 from packtrain.node.preemption import NoticeSource
-from packtrain.run.liveness import state_of
+from packtrain.run.liveness import was_left_before_launch
 from packtrain.run.run import Run
 from packtrain.store import Store
 from packtrain.units import Duration, show_seconds
@@ -336,7 +336,7 @@ def _end_idle(region: AwsRegion, run: Run) -> set[str]:
     the run that is resumed now.
     """
     there = {one["InstanceId"] for one in region.instances(label_of(run))}
-    if not there or state_of(run) != "interrupted":  # nodes that have yet to join are awaited
+    if not there or not was_left_before_launch(run):  # nodes that have yet to join are awaited
         return set()
     for name in sorted(there):
         try:
