@@ -108,6 +108,9 @@ def test_a_killed_rank_explains_the_connections_that_others_lost(launcher: dict[
         "NCCL error in: /pytorch/torch/csrc/distributed/c10d/ProcessGroupNCCL.cpp:3690, unhandled system error (run "
         "with NCCL_DEBUG=INFO for details), NCCL version 2.27.5",
         "ncclRemoteError: A call failed possibly due to a network error or a remote process exiting prematurely.",
+        "DistBackendError: [1] is setting up NCCL communicator and retrieving ncclUniqueId from [0] via c10d key-value "
+        "store by key '0', but store->get('0') got error: wait timeout after 60000ms, keys: /default_pg/0//cuda//0",
+        "NCCL communicator was aborted on rank 1.",
     ],
 )
 def test_nccl_complains_about_others(said: str) -> None:
