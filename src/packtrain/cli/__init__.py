@@ -5,6 +5,7 @@ Commands import heavy modules inside their functions, so that `packtrain --help`
 
 from __future__ import annotations
 
+import os
 import sys
 from collections.abc import Sequence
 from copy import copy
@@ -114,12 +115,16 @@ def asked_for(words: Sequence[str]) -> typer.Typer:
 def main() -> None:
     """Run a command. An error that a person can act on is one line on standard error and an exit code."""
     try:
-        with safe_output():
-            try:
-                asked_for(sys.argv[1:])()
-            except PacktrainError as error:
-                _complain(str(error))
-                sys.exit(error.exit_code)
+        try:
+            with safe_output():
+                try:
+                    asked_for(sys.argv[1:])()
+                except PacktrainError as error:
+                    _complain(str(error))
+                    sys.exit(error.exit_code)
+        finally:
+            sys.stdout.flush()  # what is still buffered must meet a reader that has gone here, not in Python's own exit
     except (ReaderGone, BrokenPipeError):
-        sys.stderr.close()  # keeps Python from complaining when it flushes standard output
+        # Python flushes standard output once more as it exits, and what could not be written is still in its buffer.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         sys.exit(0)
