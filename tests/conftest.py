@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import atexit
-import importlib.util
 import os
 import shutil
 import signal
@@ -13,7 +12,6 @@ import tempfile
 from collections.abc import Iterator
 from functools import cache
 from pathlib import Path
-from typing import Any
 
 import pytest
 import typer.testing
@@ -21,9 +19,10 @@ import typer.testing
 from packtrain.store import Store, open_store
 from packtrain.system import FileLock
 from parts import azure, ceph, gcs, hosts, kubernetes
+from parts.hosts import Network
 from parts.kubernetes import KubernetesCluster
 from parts.loopback import served
-from parts.presence import need
+from parts.mounts import Mounts
 from parts.proxy import Proxy, proxy_before
 from parts.s3 import S3Server, fresh_location, leave_aws
 from parts.sandbox import Sandbox, make_sandbox
@@ -40,43 +39,14 @@ atexit.register(shutil.rmtree, os.environ["XDG_STATE_HOME"], ignore_errors=True)
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
     signal.signal(signal.SIGINT, signal.default_int_handler)
 
-pytest_plugins = ["parts.reaper"]
+pytest_plugins = ["parts.reaper", "parts.tiers"]
 
 # Reading the options of thirty commands takes longer than most tests that run one: once is enough.
 typer.testing._get_command = cache(typer.testing._get_command)
 
-# The files that take longest, in that order: so the processes that share the tests end together.
-LONGEST = (
-    "test_on_kubernetes", "test_image", "test_killed", "test_translate_job", "test_store_away", "test_mpi",
-    "test_hosts", "test_ssh", "test_moves", "test_trainer", "test_starved", "test_aws", "test_slurm",
-    "test_dashboard_page", "test_on_aws", "test_node", "test_bundle", "test_benchmarks", "test_kill_anywhere",
-    "test_fuzz_records", "test_onnx", "test_deliver", "test_ibm", "test_environment", "test_on_arm64", "test_bucket",
-    "test_commands", "test_notebook", "test_own_recipe", "test_base", "test_drive",
-)  # fmt: skip
-
-
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    def place(item: pytest.Item) -> int:
-        return LONGEST.index(item.path.stem) if item.path.stem in LONGEST else len(LONGEST)
-
-    items.sort(key=place)
-
-
-@pytest.hookimpl(optionalhook=True)
-def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
-    """Give the tests of a file to one process, for what they share; but each benchmark to any."""
-    from xdist.scheduler import LoadScopeScheduling
-
-    class ByFile(LoadScopeScheduling):
-        def _split_scope(self, nodeid: str) -> str:
-            file = nodeid.partition("::")[0]
-            return nodeid if file.endswith("test_benchmarks.py") else file
-
-    return ByFile(config, log)
-
 
 @pytest.fixture(scope="session")
-def uninterrupted(tmp_path_factory: pytest.TempPathFactory) -> Sandbox:
+def uninterrupted(training: None, processes: None, tmp_path_factory: pytest.TempPathFactory) -> Sandbox:
     """The run that the others are compared with; the processes that share the tests make it once."""
     base = tmp_path_factory.getbasetemp()
     place = (base.parent if "PYTEST_XDIST_WORKER" in os.environ else base) / "uninterrupted"
@@ -102,23 +72,36 @@ def compiler() -> Iterator[None]:
 
 
 @pytest.fixture
-def small_disk(tmp_path: Path) -> Iterator[Path]:
+def small_disk(needs_root: None, tmp_path: Path) -> Iterator[Path]:
     """A file system of one megabyte."""
     disk = tmp_path / "disk"
     disk.mkdir()
-    need(os.geteuid() == 0, "only root can mount a small disk")
-    mount = ["mount", "-t", "tmpfs", "-o", "size=1m", "tmpfs", str(disk)]
-    need(subprocess.run(mount, capture_output=True).returncode == 0, "this machine mounts no tmpfs")
+    subprocess.run(["mount", "-t", "tmpfs", "-o", "size=1m", "tmpfs", disk], check=True)
     try:
         yield disk
     finally:
         subprocess.run(["umount", "--lazy", disk], check=True)
 
 
+@pytest.fixture
+def mounts(needs_root: None, tmp_path: Path) -> Iterator[Mounts]:
+    mounts = Mounts(tmp_path)
+    yield mounts
+    mounts.unmount()
+
+
+@pytest.fixture(scope="module")
+def network(
+    needs_hosts: None, request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[Network]:
+    """Machines that ssh reaches: two, or as many as HOSTS in the file says."""
+    with hosts.hosts(tmp_path_factory.mktemp("hosts"), getattr(request.module, "HOSTS", 2)) as network:
+        yield network
+
+
 @pytest.fixture(scope="session")
-def moto_server() -> Iterator[S3Server]:
+def moto_server(processes: None) -> Iterator[S3Server]:
     """A quick S3 server; supports put-if-absent, accepts any keys."""
-    need(importlib.util.find_spec("moto"), "moto[server] is not installed")
     command = [sys.executable, "-m", "moto.server", "-H", "127.0.0.1", "-p"]
     with served(lambda port: [*command, str(port)]) as url:
         server = S3Server(url, "AKMOTO", "secret-of-moto")
@@ -127,10 +110,8 @@ def moto_server() -> Iterator[S3Server]:
 
 
 @pytest.fixture(scope="session")
-def ceph_server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[S3Server]:
+def ceph_server(needs_ceph: None, tmp_path_factory: pytest.TempPathFactory) -> Iterator[S3Server]:
     """A strict S3 server: checks keys, clocks and conditions."""
-    missing = ceph.missing_programs()
-    need(not missing, f"Ceph is not installed ({', '.join(missing)}): run tests/parts/install")
     access_key, secret_key = "AKCEPH", "secret-of-ceph"
     scratch = tmp_path_factory.mktemp("ceph")
     with ceph.ceph_gateway(scratch, access_key=access_key, secret_key=secret_key) as url:
@@ -140,11 +121,9 @@ def ceph_server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[S3Server]:
 
 
 @pytest.fixture(scope="session")
-def rclone_server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[S3Server]:
+def rclone_server(processes: None, tmp_path_factory: pytest.TempPathFactory) -> Iterator[S3Server]:
     """An S3 server that ignores put-if-absent."""
-    beside = Path(sys.executable).parent / "rclone"
-    program = str(beside) if beside.exists() else shutil.which("rclone")
-    need(program, "rclone is not installed")
+    program = Path(sys.executable).parent / "rclone"
     access_key, secret_key = "AKRCLONERCLONE", "secret-of-rclone"
     folder = tmp_path_factory.mktemp("rclone")
     command = [str(program), "serve", "s3", str(folder), "--auth-key", f"{access_key},{secret_key}"]
@@ -155,10 +134,10 @@ def rclone_server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[S3Server
 
 
 @pytest.fixture(scope="session")
-def kubernetes_cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[KubernetesCluster]:
+def kubernetes_cluster(
+    needs_hosts: None, needs_kubernetes: None, tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[KubernetesCluster]:
     """A Kubernetes cluster of two nodes."""
-    for missing in (hosts.missing(), kubernetes.missing()):
-        need(missing is None, str(missing))
     with kubernetes.kubernetes(tmp_path_factory.mktemp("kubernetes")) as cluster:
         yield cluster
 
@@ -206,9 +185,8 @@ def ceph_store(ceph_server: S3Server, monkeypatch: pytest.MonkeyPatch) -> Store:
 
 
 @pytest.fixture(scope="session")
-def azure_server() -> Iterator[azure.AzureServer]:
+def azure_server(needs_azurite: None) -> Iterator[azure.AzureServer]:
     """Microsoft's emulator of Azure Blob Storage; checks keys and conditions."""
-    need(azure.PROGRAM.exists(), "azurite is not installed: run tests/parts/install")
     with azure.azurite() as server:
         yield server
 
@@ -231,7 +209,7 @@ def google_store(google_server: gcs.GoogleServer, monkeypatch: pytest.MonkeyPatc
     return open_store(gcs.fresh_location())
 
 
-@pytest.fixture(params=["directory_store", "s3_store"])
+@pytest.fixture(params=["directory_store", pytest.param("s3_store", marks=pytest.mark.local)])
 def any_store(request: pytest.FixtureRequest) -> Store:
     """An empty store of each quick kind."""
     store: Store = request.getfixturevalue(request.param)

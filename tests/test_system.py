@@ -13,7 +13,6 @@ from packtrain.errors import Mistake
 from packtrain.store import StoreError
 from packtrain.store.errors import explained
 from packtrain.system import FileLock, cache_directory, usable_cores
-from parts.presence import need
 
 HOLDER = """
 import sys
@@ -144,8 +143,7 @@ def test_a_cache_that_others_can_write_to_is_refused(cache: Path, mode: int, adv
     )
 
 
-def test_a_cache_of_another_user_is_refused(cache: Path) -> None:
-    need(os.geteuid() == 0, "only root can give a directory away")
+def test_a_cache_of_another_user_is_refused(needs_root: None, cache: Path) -> None:
     os.chown(cache_directory(), 12345, 12345)
     with pytest.raises(Mistake, match="belongs to another user; set PACKTRAIN_CACHE to a directory of your own"):
         cache_directory()

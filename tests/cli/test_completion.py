@@ -6,7 +6,6 @@ import os
 import pty
 import re
 import select
-import shutil
 import socket
 import subprocess
 import sys
@@ -22,7 +21,6 @@ import typer
 from packtrain.cli import app
 from packtrain.cli.completion import SHELLS, cached_schema, candidates, fields, values
 from packtrain.errors import Mistake
-from parts.presence import need
 from parts.runs import write_files
 
 Offered = Callable[..., list[str]]
@@ -195,12 +193,8 @@ def typing_in(command: list[str]) -> Iterator[Callable[[str, str], None]]:
 CLEAR = "\x15"  # Ctrl-U empties the line
 
 
-@pytest.mark.parametrize("shell", ["bash", "zsh"])
-def test_a_shell_completes_verbs_runs_fields_values_and_files(shell: str, shell_directory: Path) -> None:
-    need(shutil.which(shell), f"{shell} is not installed: run tests/parts/install")
-    start = ["bash", "--norc", "--noprofile", "-i"] if shell == "bash" else ["zsh", "-f", "-i"]
+def complete_in(shell: str, start: list[str], before: str = "") -> None:
     with typing_in(start) as type_keys:
-        before = "autoload -Uz compinit; compinit -u -d ./dump; " if shell == "zsh" else ""
         # The quotes keep what is typed from being taken for what is printed.
         type_keys(f"{before}packtrain completion {shell} > script; source ./script; echo so''urced\n", "sourced")
         type_keys("packtrain resu\t", "packtrain resume ")
@@ -209,8 +203,15 @@ def test_a_shell_completes_verbs_runs_fields_values_and_files(shell: str, shell_
         type_keys(f"{CLEAR}packtrain run jo\t", "packtrain run job.yaml ")
 
 
-def test_fish_completes_verbs_runs_fields_values_and_files(shell_directory: Path) -> None:
-    need(shutil.which("fish"), "fish is not installed: run tests/parts/install")
+def test_bash_completes_verbs_runs_fields_values_and_files(processes: None, shell_directory: Path) -> None:
+    complete_in("bash", ["bash", "--norc", "--noprofile", "-i"])
+
+
+def test_zsh_completes_verbs_runs_fields_values_and_files(needs_zsh: None, shell_directory: Path) -> None:
+    complete_in("zsh", ["zsh", "-f", "-i"], "autoload -Uz compinit; compinit -u -d ./dump; ")
+
+
+def test_fish_completes_verbs_runs_fields_values_and_files(needs_fish: None, shell_directory: Path) -> None:
     lines = [
         "packtrain resu", "packtrain show chat", "packtrain run job.yaml --set train.prec",
         "packtrain run job.yaml --set train.precision=b", "packtrain run jo",

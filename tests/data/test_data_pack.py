@@ -275,24 +275,20 @@ def test_a_shard_with_another_number_of_samples_than_the_manifest_says_is_named(
         SplitReader([shard], lambda _: tmp_path / "short").shard(0)
 
 
-def test_a_store_that_is_unmounted_before_a_shard_is_opened_is_away(tmp_path: Path) -> None:
-    mounts = Mounts(tmp_path)
+def test_a_store_that_is_unmounted_before_a_shard_is_opened_is_away(tmp_path: Path, mounts: Mounts) -> None:
     mounts.mount("disk")
-    try:
-        store = open_store(str(mounts.point), create=True)
-        shards = put_pack(store, ROWS, 1).splits["train"].shards
-        split = Pack(store, NAME, tmp_path / "cache").split("train")
-        assert split.column("tokens")[0].tolist() == ROWS[0]
-        paths = {shard.name: Path(store.url, pack_key(NAME, shard.name)) for shard in shards}
-        late = SplitReader(shards, lambda shard: paths[shard.name], lambda shard: str(store.entry(shard.name)))
-        mounts.unmount()
-        for reader in (split, late):  # the second one was unmounted after the shard was checked
-            with pytest.raises(StoreAway):
-                reader.shard(1)
-        mounts.mount("disk")
-        assert split.column("tokens")[2].tolist() == ROWS[2]
-    finally:
-        mounts.unmount()
+    store = open_store(str(mounts.point), create=True)
+    shards = put_pack(store, ROWS, 1).splits["train"].shards
+    split = Pack(store, NAME, tmp_path / "cache").split("train")
+    assert split.column("tokens")[0].tolist() == ROWS[0]
+    paths = {shard.name: Path(store.url, pack_key(NAME, shard.name)) for shard in shards}
+    late = SplitReader(shards, lambda shard: paths[shard.name], lambda shard: str(store.entry(shard.name)))
+    mounts.unmount()
+    for reader in (split, late):  # the second one was unmounted after the shard was checked
+        with pytest.raises(StoreAway):
+            reader.shard(1)
+    mounts.mount("disk")
+    assert split.column("tokens")[2].tolist() == ROWS[2]
 
 
 def test_a_shard_that_the_disk_has_changed_is_downloaded_again_once_and_told(

@@ -6,9 +6,7 @@ import subprocess
 import sys
 from pathlib import Path
 
-import nbformat
 import pytest
-from nbclient import NotebookClient
 
 from packtrain.run.run import open_run, run_names
 from packtrain.store import open_store
@@ -20,7 +18,9 @@ SMALL = [
 ]  # fmt: skip
 
 
-def test_the_notebook_is_stored_without_outputs() -> None:
+def test_the_notebook_is_stored_without_outputs(needs_nbclient: None) -> None:
+    import nbformat
+
     notebook = nbformat.read(NOTEBOOK, as_version=4)
     nbformat.validate(notebook)
     codes = [cell for cell in notebook.cells if cell.cell_type == "code"]
@@ -28,7 +28,12 @@ def test_the_notebook_is_stored_without_outputs() -> None:
 
 
 @pytest.mark.timeout(1200)
-def test_every_cell_of_the_notebook_runs_and_shows_something(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_every_cell_of_the_notebook_runs_and_shows_something(
+    needs_nbclient: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    import nbformat
+    from nbclient import NotebookClient
+
     for variable in ("PACKTRAIN_CACHE", "IPYTHONDIR", "JUPYTER_RUNTIME_DIR", "JUPYTER_CONFIG_DIR"):
         monkeypatch.setenv(variable, str(tmp_path / variable.lower()))
     subprocess.run([sys.executable, "-m", "packtrain", "init", "translate"], cwd=tmp_path, check=True)

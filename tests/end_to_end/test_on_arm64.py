@@ -17,15 +17,12 @@ from packtrain.run.run import Run
 from parts import arm64, hosts
 from parts.hosts import Host
 from parts.models import commit_model, packed_run
-from parts.presence import need
 
 TEXTS = ["good morning", "how are you today", "hello"]
 
 
 @pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    for missing in (hosts.missing(), arm64.missing()):
-        need(missing is None, str(missing))
+def folder(needs_hosts: None, needs_arm64: None, tmp_path_factory: pytest.TempPathFactory) -> Path:
     return tmp_path_factory.mktemp("arm64")
 
 

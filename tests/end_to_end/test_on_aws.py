@@ -117,7 +117,7 @@ def assert_no_secrets(one: AwsRun) -> None:
 
 
 @pytest.fixture(scope="module")
-def region(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cloud]:
+def region(needs_hosts: None, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cloud]:
     with cloud(tmp_path_factory.mktemp("aws"), 4) as made, pytest.MonkeyPatch.context() as monkeypatch:
         made.bucket.enter(monkeypatch)
         made.client("ssm").put_parameter(Name="/team/token", Value=SECRET, Type="SecureString")

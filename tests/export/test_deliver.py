@@ -22,9 +22,7 @@ from packtrain.run.checkpoint import StoredFile
 from packtrain.run.records import encode
 from packtrain.store import open_store
 from packtrain.store.bucket import BucketStore
-from parts import hosts
 from parts.hosts import Host, Network
-from parts.presence import need
 from parts.s3 import S3Server, fresh_location
 
 LARGE = "ctranslate2/model.bin"
@@ -209,13 +207,6 @@ def test_a_disk_that_fills_up_meanwhile_gets_its_space_back(
 
 
 # Boards.
-
-
-@pytest.fixture(scope="module")
-def network(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Network]:
-    need(hosts.missing() is None, str(hosts.missing()))
-    with hosts.hosts(tmp_path_factory.mktemp("hosts"), 2) as network:
-        yield network
 
 
 @pytest.fixture

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import re
-import shutil
 import subprocess
 from pathlib import Path
 
@@ -12,13 +11,11 @@ import pytest
 from export.test_deliver import write_model
 from packtrain.errors import Mistake
 from packtrain.export.unit import UnitRequest, unit
-from parts.presence import need
 
 PROGRAM = Path("/usr/bin/true")
 
 
 def analyzed(words: list[str | Path], folder: Path, text: str) -> str:
-    need(shutil.which("systemd-analyze"), "systemd-analyze is not installed")
     file = folder / "packtrain-mine.service"
     file.write_text(text)
     done = subprocess.run(["systemd-analyze", *words, file], capture_output=True, text=True)
@@ -26,7 +23,7 @@ def analyzed(words: list[str | Path], folder: Path, text: str) -> str:
     return done.stdout + done.stderr
 
 
-def test_systemd_accepts_the_unit_and_finds_it_well_protected(tmp_path: Path) -> None:
+def test_systemd_accepts_the_unit_and_finds_it_well_protected(needs_systemd: None, tmp_path: Path) -> None:
     text = unit(UnitRequest(write_model(tmp_path / "mine")), PROGRAM)
     # Of other units of this machine systemd may say what it likes.
     assert "packtrain-mine.service:" not in analyzed(["verify", "--man=no"], tmp_path, text)
@@ -38,7 +35,7 @@ def test_systemd_accepts_the_unit_and_finds_it_well_protected(tmp_path: Path) ->
     assert "IPAddressDeny=any" in text
 
 
-def test_other_machines_need_a_token_which_is_not_in_the_unit(tmp_path: Path) -> None:
+def test_other_machines_need_a_token_which_is_not_in_the_unit(needs_systemd: None, tmp_path: Path) -> None:
     model = write_model(tmp_path / "mine")
     with pytest.raises(Mistake, match="give a token with --token-file"):
         unit(UnitRequest(model, host="0.0.0.0"), PROGRAM)

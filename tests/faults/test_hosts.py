@@ -13,16 +13,15 @@ from packtrain.run.checkpoint import committed
 from parts import hosts
 from parts.host_run import HostRun, bucket_on, make_host_run, wrong_clock
 from parts.hosts import Network
-from parts.presence import need
 from parts.s3 import fresh_location
 from parts.sandbox import STEPS, Sandbox, assert_same_samples, history, weights
 
 
 @pytest.fixture(scope="module")
-def scenes(tmp_path_factory: pytest.TempPathFactory, uninterrupted: Sandbox) -> Iterator[dict[str, Future[None]]]:
+def scenes(
+    needs_hosts: None, needs_cc: None, tmp_path_factory: pytest.TempPathFactory, uninterrupted: Sandbox
+) -> Iterator[dict[str, Future[None]]]:
     """All scenes run at the same time, each on a network of its own: they mostly wait."""
-    missing = hosts.missing()
-    need(missing is None, str(missing))
 
     def play(scene: Callable[[Network, Sandbox], None]) -> None:
         with hosts.hosts(tmp_path_factory.mktemp("hosts"), 2) as network:

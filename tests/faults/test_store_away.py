@@ -72,9 +72,10 @@ def test_a_run_survives_a_failing_store_and_a_minute_without_it(
     assert_nothing_left(sandbox)
 
 
-def test_a_run_survives_that_its_store_is_unmounted_and_mounted_again(tmp_path: Path, uninterrupted: Sandbox) -> None:
+def test_a_run_survives_that_its_store_is_unmounted_and_mounted_again(
+    tmp_path: Path, uninterrupted: Sandbox, mounts: Mounts
+) -> None:
     """Training continues, also on a machine that starts meanwhile; nothing is written below the mount point."""
-    mounts = Mounts(tmp_path)
     mounts.mount("disk")
     sandbox = make_sandbox(tmp_path, str(mounts.point / "store"))
     try:

@@ -26,7 +26,6 @@ from packtrain.run.run import open_run
 from packtrain.store import open_store
 from parts import hosts
 from parts.hosts import Host, Network
-from parts.presence import need
 from parts.stub_wheels import stub_index
 
 CANARY = "canary-of-the-bundle"
@@ -124,8 +123,7 @@ def test_a_wrong_request_for_a_bundle_is_refused_in_one_line(words: list[str], s
 
 
 @pytest.fixture(scope="module")
-def network(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Network]:
-    need(hosts.missing() is None, str(hosts.missing()))
+def network(needs_hosts: None, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Network]:
     with hosts.hosts(tmp_path_factory.mktemp("hosts"), 1) as network:
         # On the host's PATH, as if installed there; a link to it would look for its library beside itself.
         script = f'#!/bin/sh\nexec {sys.base_prefix}/bin/python3 "$@"\n'

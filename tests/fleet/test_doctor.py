@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -19,18 +19,9 @@ from packtrain.fleet.fleet import Target
 from packtrain.fleet.remote import Unreachable
 from packtrain.identity import identity
 from packtrain.store import Store
-from parts import hosts
 from parts.hosts import Network
-from parts.presence import need
 
 GOOD = Facts("gpu-a", "10.0.0.1", "/p", "3.11.7", identity(), True, 0, 10 * DISK_BYTES, 1000.0, "", True)
-
-
-@pytest.fixture(scope="module")
-def network(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Network]:
-    need(hosts.missing() is None, str(hosts.missing()))
-    with hosts.hosts(tmp_path_factory.mktemp("hosts"), 2) as network:
-        yield network
 
 
 def test_a_machine_in_good_order_passes_every_check() -> None:

@@ -22,13 +22,11 @@ from packtrain.fleet.ssh import facts_of
 from packtrain.identity import altered, identity, installed_digest, wheel_of
 from parts import hosts
 from parts.hosts import Network
-from parts.presence import need
 from parts.stub_wheels import installed_packages, stub_wheel
 
 
 @pytest.fixture(scope="module")
-def network(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Network]:
-    need(hosts.missing() is None, str(hosts.missing()))
+def network(needs_hosts: None, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Network]:
     with hosts.hosts(tmp_path_factory.mktemp("hosts"), 1) as network:
         # On the host's PATH, as if installed there; a link to it would look for its library beside itself.
         script = f'#!/bin/sh\nexec {sys.base_prefix}/bin/python3 "$@"\n'

@@ -27,9 +27,7 @@ from packtrain.fleet.ibm_account import IbmAccount
 from packtrain.job import Job
 from packtrain.run.run import Run
 from packtrain.store import Store
-from parts import hosts
 from parts.hosts import Network
-from parts.presence import need
 from parts.runs import new_run, program_job
 from parts.sandbox import wait_until
 from parts.softlayer import (
@@ -332,14 +330,12 @@ def test_servers_of_others_are_never_listed(cloud: SoftLayerCloud, directory_sto
 
 
 @pytest.fixture
-def disk(tmp_path: Path) -> Iterator[Path]:
+def disk(needs_root: None, tmp_path: Path) -> Iterator[Path]:
     """A block device of 3 GB that is blank."""
-    need(os.geteuid() == 0 and shutil.which("losetup") and shutil.which("mkfs.ext4"), "only root can make disks")
     image = tmp_path / "disk.img"
     with image.open("wb") as file:
         file.truncate(3_000_000_000)
-    made = subprocess.run(["losetup", "--find", "--show", image], capture_output=True, text=True)
-    need(made.returncode == 0, "this machine has no loop devices")
+    made = subprocess.run(["losetup", "--find", "--show", image], capture_output=True, text=True, check=True)
     try:
         yield Path(made.stdout.strip())
     finally:
@@ -395,13 +391,6 @@ def test_a_disk_with_other_data_is_not_touched(
 
 
 # Servers that can be logged in to.
-
-
-@pytest.fixture(scope="module")
-def network(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Network]:
-    need(hosts.missing() is None, str(hosts.missing()))
-    with hosts.hosts(tmp_path_factory.mktemp("hosts"), 2) as network:
-        yield network
 
 
 @pytest.fixture

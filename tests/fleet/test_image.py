@@ -19,7 +19,6 @@ from packtrain.fleet.wheels import WheelTarget, constraints, download
 from packtrain.identity import identity
 from parts import containers
 from parts.containers import BASE, CACHE, Containers
-from parts.presence import need
 from parts.stub_wheels import stub_index
 
 PINNED = f"python:3.11-slim@sha256:{'0' * 64}"
@@ -97,12 +96,13 @@ def test_the_image_for_serving_has_no_torch_and_needs_a_token(index: None, tmp_p
         (["Bad Name"], "must be an image"),
         (["--push", "registry.example/-x:"], "must be an image"),
         (["--write", "x", "--save", "y"], "only writes"),
-        (["--builder", "buildah", "--load", "none.tar"], "there is no file none.tar"),
+        pytest.param(
+            ["--builder", "buildah", "--load", "none.tar"], "there is no file none.tar", marks=pytest.mark.system
+        ),
         (["--write", "context", "--base", PINNED, "--requirements", "none.txt"], "there is no file none.txt"),
     ],
 )
 def test_a_wrong_request_is_refused_in_one_line(words: list[str], said: str, index: None, tmp_path: Path) -> None:
-    need("buildah" not in words or shutil.which("buildah"), "buildah is not installed")
     done = packtrain("image", *words, directory=tmp_path)
     assert (done.returncode, done.stderr.count("\n")) == (2, 1), done.stderr
     assert said in done.stderr
@@ -142,8 +142,7 @@ def test_a_package_that_the_index_lacks_is_named_and_nothing_is_left(
 
 
 @pytest.fixture(scope="module")
-def pods(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Containers]:
-    need(containers.missing() is None, str(containers.missing()))
+def pods(needs_containers: None, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Containers]:
     with containers.containers(tmp_path_factory.mktemp("containers")) as made:
         yield made
 

@@ -12,20 +12,11 @@ from packtrain.pack.manifest import read_manifest
 from packtrain.run.checkpoint import committed
 from packtrain.run.run import Run, open_run
 from packtrain.store import open_store
-from parts import hosts
 from parts.hosts import Network
-from parts.presence import need
 from parts.sandbox import PACE, Sandbox, history, make_sandbox, wait_until, weights
 
 STEPS = 120
 HERE = "fleet={local: {machines: 2}, workers: 1}"
-
-
-@pytest.fixture(scope="module")
-def network(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Network]:
-    need(hosts.missing() is None, str(hosts.missing()))
-    with hosts.hosts(tmp_path_factory.mktemp("hosts"), 2) as network:
-        yield network
 
 
 @pytest.fixture

@@ -7,7 +7,6 @@ import re
 import signal
 import subprocess
 import sys
-from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
@@ -22,19 +21,16 @@ from packtrain.run.liveness import LEASE_LOST_SECONDS
 from packtrain.run.records import Lease
 from packtrain.run.run import Run
 from packtrain.store import Store
-from parts import hosts, mpi
 from parts.hosts import Network
-from parts.presence import need
 from parts.runs import a_lease, new_run, program_job
 from parts.sandbox import kill, wait_until
 
+HOSTS = 3
+
 
 @pytest.fixture(scope="module")
-def network(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Network]:
-    need(hosts.missing() is None, str(hosts.missing()))
-    need(mpi.missing() is None, str(mpi.missing()))
-    with hosts.hosts(tmp_path_factory.mktemp("hosts"), 3) as network:
-        yield network
+def network(needs_mpi: None, network: Network) -> Network:
+    return network
 
 
 def test_a_plan_has_the_whole_command_and_names_of_variables_only(

@@ -45,18 +45,16 @@ from packtrain.run.run import Run
 from packtrain.start import start
 from packtrain.store import Store, StoreError, open_store
 from packtrain.store.directory import DirectoryStore
-from parts import hosts, slurm
-from parts.presence import need
+from parts import slurm
+from parts.hosts import Network
 from parts.runs import new_run, program_job, write_files
 from parts.sandbox import kill, wait_until
 from parts.slurm import Cluster
 
 
 @pytest.fixture(scope="module")
-def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster]:
-    need(hosts.missing() is None, str(hosts.missing()))
-    need(slurm.missing() is None, str(slurm.missing()))
-    with hosts.hosts(tmp_path_factory.mktemp("hosts"), 2) as network, slurm.slurm(network) as cluster:
+def cluster(needs_slurm: None, network: Network) -> Iterator[Cluster]:
+    with slurm.slurm(network) as cluster:
         yield cluster
 
 

@@ -6,7 +6,6 @@ import os
 import shlex
 import subprocess
 import sys
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -24,7 +23,6 @@ from packtrain.store import Store, open_store
 from parts import hosts
 from parts.host_run import bucket_on
 from parts.hosts import Network
-from parts.presence import need
 from parts.runs import new_run, program_job
 from parts.s3 import fresh_location
 from parts.sandbox import wait_until
@@ -32,11 +30,7 @@ from parts.sandbox import wait_until
 CANARY = "canary-of-the-test"
 
 
-@pytest.fixture(scope="module")
-def network(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Network]:
-    need(hosts.missing() is None, str(hosts.missing()))
-    with hosts.hosts(tmp_path_factory.mktemp("hosts"), 3) as network:
-        yield network
+HOSTS = 3
 
 
 @pytest.fixture

@@ -5,7 +5,6 @@ from __future__ import annotations
 import ast
 import gzip
 import json
-import os
 import re
 import subprocess
 import sys
@@ -30,7 +29,6 @@ from packtrain.run.run import Run
 from packtrain.store import Store, open_store
 from packtrain.system import sha256_of
 from parts.metadata import metadata_server
-from parts.presence import need
 from parts.runs import new_run
 from parts.s3 import S3Server, fresh_location, leave_aws
 
@@ -182,16 +180,14 @@ FAIL = "fail() { echo failed: $1; exit 1; }; say() { echo $*; }; log=log data=$P
 
 
 @pytest.fixture
-def devices(tmp_path: Path) -> Iterator[list[str]]:
+def devices(needs_root: None, tmp_path: Path) -> Iterator[list[str]]:
     """Two blank disks."""
-    need(os.geteuid() == 0, "only root can attach a loop device")
     attached = []
     for number in range(2):
         image = tmp_path / f"disk-{number}.img"
         with image.open("wb") as file:
             file.truncate(32 << 20)
-        made = subprocess.run(["losetup", "-f", "--show", image], capture_output=True, text=True)
-        need(made.returncode == 0, "this machine has no loop devices")
+        made = subprocess.run(["losetup", "-f", "--show", image], capture_output=True, text=True, check=True)
         attached.append(made.stdout.strip())
     yield attached
     for device in attached:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.util
 import os
 import sys
 from collections.abc import Iterator
@@ -21,14 +20,11 @@ from packtrain.pack.packing import pack
 from packtrain.pack.workers import Dask, InProcess, Workers
 from packtrain.store import open_store
 from parts import sshd
-from parts.presence import need
 from parts.sshd import SshServer
 
 
 @pytest.fixture
-def ssh(tmp_path_factory: pytest.TempPathFactory) -> Iterator[SshServer]:
-    need(sshd.program(), "sshd is not installed: run tests/parts/install")
-    need(importlib.util.find_spec("asyncssh"), "asyncssh is not installed")
+def ssh(needs_sshd: None, needs_asyncssh: None, tmp_path_factory: pytest.TempPathFactory) -> Iterator[SshServer]:
     with sshd.ssh_server(tmp_path_factory.mktemp("sshd")) as server:
         yield server
 

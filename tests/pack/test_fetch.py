@@ -24,7 +24,6 @@ from packtrain.pack.folder import FolderSource
 from packtrain.pack.web import Download, FetchPolicy, Say, redirected
 from packtrain.store import Store, StoreError, open_store
 from packtrain.store.errors import explained
-from parts.presence import need
 from parts.proxy import CUT, DROP, REFUSE, Proxy
 
 DATA = bytes(range(256)) * 12_000  # more than what is read at a time
@@ -521,7 +520,6 @@ def visited(folder: Path, urls: list[str]) -> list[tuple[str, set[str]]]:
     """Fetch each URL elsewhere; return what was told, and which addresses were asked."""
     hosts = folder / "hosts"
     hosts.write_text("8.8.8.8 changing.test\n169.254.169.254 metadata.test\n127.0.0.1 inside.test localhost\n")
-    need(os.geteuid() == 0, "only root can make a network of its own")
     command = ["unshare", "-n", "-m", "sh", "-c", ELSEWHERE, "sh", sys.executable, str(hosts), str(folder), VISITOR]
     environment = {name: value for name, value in os.environ.items() if not name.lower().endswith("_proxy")}
     done = subprocess.run(
@@ -543,7 +541,9 @@ INSIDE = [
 ]  # fmt: skip
 
 
-def test_redirects_never_lead_to_metadata_services_nor_from_outside_into_private_networks(tmp_path: Path) -> None:
+def test_redirects_never_lead_to_metadata_services_nor_from_outside_into_private_networks(
+    needs_root: None, tmp_path: Path
+) -> None:
     refused = [*METADATA, *INSIDE, "10.0.0.5"]
     urls = [f"http://{INTERNET}/x?http://{host}/latest" for host in refused]
     for host, (told, asked) in zip(refused, visited(tmp_path, urls), strict=True):
@@ -552,7 +552,7 @@ def test_redirects_never_lead_to_metadata_services_nor_from_outside_into_private
         assert asked == {INTERNET}, host
 
 
-def test_redirects_are_followed_within_a_network_and_to_the_outside(tmp_path: Path) -> None:
+def test_redirects_are_followed_within_a_network_and_to_the_outside(needs_root: None, tmp_path: Path) -> None:
     pairs = [
         (INTERNET, "[2606:4700::1111]"), ("10.0.0.5", "10.0.0.5"), ("10.0.0.5", INTERNET), ("127.0.0.1", "localhost"),
         ("127.0.0.1", "10.0.0.5"),
@@ -561,13 +561,13 @@ def test_redirects_are_followed_within_a_network_and_to_the_outside(tmp_path: Pa
     assert [told for told, _ in visited(tmp_path, urls)] == ["fetched"] * len(pairs)
 
 
-def test_a_source_on_a_metadata_service_is_refused(tmp_path: Path) -> None:
+def test_a_source_on_a_metadata_service_is_refused(needs_root: None, tmp_path: Path) -> None:
     for told, asked in visited(tmp_path, [f"http://{host}/latest" for host in METADATA]):
         assert "metadata address" in told
         assert asked == set()
 
 
-def test_a_name_that_changes_its_address_to_this_machine_is_refused(tmp_path: Path) -> None:
+def test_a_name_that_changes_its_address_to_this_machine_is_refused(needs_root: None, tmp_path: Path) -> None:
     [(told, asked)] = visited(tmp_path, ["http://changing.test/x?rebind"])
     assert "from outside to this machine (127.0.0.1)" in told
     assert asked == {INTERNET}

@@ -2,16 +2,12 @@
 
 from __future__ import annotations
 
-import os
 import subprocess
 from pathlib import Path
-
-from parts.presence import need
 
 
 class Mounts:
     def __init__(self, scratch: Path) -> None:
-        need(os.geteuid() == 0, "only root can mount")
         self._scratch = scratch
         self._mounted = False
         self.point = scratch / "mount"
@@ -19,8 +15,7 @@ class Mounts:
 
     def mount(self, disk: str) -> None:
         (self._scratch / disk).mkdir(exist_ok=True)
-        done = subprocess.run(["mount", "--bind", self._scratch / disk, self.point], capture_output=True)
-        need(done.returncode == 0, "this machine mounts no directories")
+        subprocess.run(["mount", "--bind", self._scratch / disk, self.point], check=True)
         self._mounted = True
 
     def unmount(self) -> None:

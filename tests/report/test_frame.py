@@ -1,11 +1,8 @@
 from __future__ import annotations
 
 import math
-from importlib.util import find_spec
 from types import SimpleNamespace
 
-import pandas as pd
-import polars as pl
 import pytest
 
 from packtrain.errors import Mistake
@@ -23,7 +20,9 @@ POINTS = [
 ]
 
 
-def test_a_row_is_a_step_and_a_column_a_measurement() -> None:
+def test_a_row_is_a_step_and_a_column_a_measurement(needs_pandas: None) -> None:
+    import pandas as pd
+
     table = frame_of(POINTS, "pandas")
     assert list(table["step"]) == [1, 2]
     assert list(table["time"]) == [pd.Timestamp(10, unit="s", tz="UTC"), pd.Timestamp(20, unit="s", tz="UTC")]
@@ -34,7 +33,9 @@ def test_a_row_is_a_step_and_a_column_a_measurement() -> None:
     assert names.index("train.loss") < names.index("train.rate") < names.index("valid.loss") < names.index("test.bleu")
 
 
-def test_a_gap_is_null_in_polars_and_a_loss_that_is_not_a_number_is_nan() -> None:
+def test_a_gap_is_null_in_polars_and_a_loss_that_is_not_a_number_is_nan(needs_polars: None) -> None:
+    import polars as pl
+
     table = frame_of(POINTS, "polars")
     assert table["valid.bleu"].to_list() == [None, 4.0]
     assert table["train.loss"].is_nan().to_list() == [False, True]
@@ -42,7 +43,7 @@ def test_a_gap_is_null_in_polars_and_a_loss_that_is_not_a_number_is_nan() -> Non
 
 
 @pytest.mark.parametrize("library", ["pandas", "polars"])
-def test_a_run_without_steps_is_an_empty_table(library: frame.Library) -> None:
+def test_a_run_without_steps_is_an_empty_table(needs_pandas: None, needs_polars: None, library: frame.Library) -> None:
     table = frame_of([], library)
     assert (len(table), list(table.columns)) == (0, ["step", "generation", "time"])
 
@@ -73,7 +74,6 @@ def test_the_library_that_is_installed_is_used(
 def test_a_library_that_is_missing_is_named_in_one_line(
     wanted: str | None, words: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    assert find_spec("pandas")
     monkeypatch.setattr(frame, "find_spec", lambda _: None)
     with pytest.raises(Mistake) as caught:
         library_of(wanted)

@@ -3,34 +3,26 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from pathlib import Path
-from typing import Literal
+from typing import TYPE_CHECKING, Literal
 
 import pytest
-from axe_playwright_python.sync_playwright import Axe
-from playwright.sync_api import Browser, Page, sync_playwright
 
 from packtrain.report.findings import findings_of
 from packtrain.report.render import render
 from packtrain.run.records import Event, Point, Sample
-from parts.presence import need
+from parts.browser import CHROMIUM, accessibility_faults, browser_at
 from report.made import SPANS, evaluations_of, evidence_of, falling, spent_of, steps_of, telemetry_of
 
-CHROMIUM = Path("/usr/bin/chromium")
-OPTIONS = [
-    "--no-sandbox", "--disable-gpu", "--disable-background-networking", "--disable-component-update", "--disable-sync",
-    "--no-first-run",
-]  # fmt: skip
+if TYPE_CHECKING:
+    from playwright.sync_api import Browser, Page
+
 LONG = "a-name-without-any-space-" * 8
 
 
 @pytest.fixture(scope="module")
-def browser() -> Iterator[Browser]:
-    need(CHROMIUM.exists(), "Chromium is not installed")
-    with sync_playwright() as playwright:
-        made = playwright.chromium.launch(executable_path=str(CHROMIUM), args=OPTIONS)
-        yield made
-        made.close()
+def browser(needs_chromium: None) -> Iterator[Browser]:
+    with browser_at(CHROMIUM) as browser:
+        yield browser
 
 
 @pytest.fixture(scope="module")
@@ -63,7 +55,7 @@ def test_the_report_fits_and_has_no_accessibility_fault(
     page = opened(browser, report, width, scheme)
     page.evaluate("document.querySelectorAll('details').forEach(one => one.open = true)")
     assert page.evaluate("document.documentElement.scrollWidth") <= width, "nothing sticks out"
-    faults = Axe().run(page).response["violations"]
+    faults = accessibility_faults(page)
     assert [(one["id"], one["nodes"][0]["html"]) for one in faults] == []
     page.context.close()
 

@@ -7,10 +7,9 @@ import sys
 import time
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import pytest
-from mlflow import MlflowClient
 from typer.testing import CliRunner
 
 from packtrain.cli import app
@@ -24,9 +23,12 @@ from packtrain.run.run import Run
 from packtrain.store import Store
 from parts.runs import MEASURED, a_generation, new_run, program_job, recipe_job, write_files
 
+if TYPE_CHECKING:
+    from mlflow import MlflowClient
+
 
 @pytest.fixture(autouse=True)
-def environment(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+def environment(needs_mlflow: None, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """Give back the variables that the mirror sets for MLflow."""
     for name in ("MLFLOW_HTTP_REQUEST_MAX_RETRIES", "MLFLOW_HTTP_REQUEST_TIMEOUT", "MLFLOW_ALLOW_FILE_STORE"):
         monkeypatch.setenv(name, "true" if "ALLOW" in name else "1")
@@ -57,11 +59,17 @@ def save(run: Run, folder: Path, step: int, generation: int = 1) -> None:
     commit(run, step, generation, None, write_files(folder / f"files-{step}", {"state.json": b"{}"}))
 
 
+def client(uri: str) -> MlflowClient:
+    from mlflow import MlflowClient
+
+    return MlflowClient(uri)
+
+
 class Seen:
     """What MLflow has of a run."""
 
     def __init__(self, run: Run, uri: str) -> None:
-        self._client = MlflowClient(uri)
+        self._client = client(uri)
         [experiment] = [one for one in self._client.search_experiments() if one.name == run.job.name]
         [self.run] = self._client.search_runs([experiment.experiment_id])
 
@@ -166,11 +174,11 @@ def test_a_run_that_somebody_deleted_in_mlflow_is_made_again(directory_store: St
     run = new_run(directory_store, program_job())
     Mirror(run, uri).look()
     first = Seen(run, uri).run.info.run_id
-    MlflowClient(uri).delete_run(first)
+    client(uri).delete_run(first)
     Mirror(run, uri).look()
     second = Seen(run, uri).run.info.run_id
     assert second != first
-    MlflowClient(uri).delete_run(second)
+    client(uri).delete_run(second)
     run.store.put(run.key("mlflow.json"), b"what?")  # nor does a damaged record stop it
     Mirror(run, uri).look()
     assert run.mirrored() is not None

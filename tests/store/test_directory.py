@@ -10,7 +10,6 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from pathlib import Path
@@ -113,13 +112,6 @@ def test_a_link_that_appears_between_two_calls_of_the_system_is_not_followed(
         over.set()
         swapping.join()
     assert list(outside.iterdir()) == []
-
-
-@pytest.fixture
-def mounts(tmp_path: Path) -> Iterator[Mounts]:
-    made = Mounts(tmp_path)
-    yield made
-    made.unmount()
 
 
 @pytest.mark.parametrize("below", ["", "team/store"])

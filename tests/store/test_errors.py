@@ -4,14 +4,12 @@ from __future__ import annotations
 
 import errno
 import os
-import shutil
 from pathlib import Path
 
 import pytest
 
 from packtrain.store import StoreError, open_store
 from packtrain.store.errors import explain_server, explain_system
-from parts.presence import need
 from parts.s3 import S3Server, fresh_location
 from parts.stores import MEGABYTE, output_of, python
 
@@ -107,8 +105,9 @@ def test_the_error_says_which_key_is_wrong_and_shows_neither(
     assert "canary" not in repr(vars(store))
 
 
-def test_the_error_says_that_the_clock_is_wrong(ceph_server: S3Server, monkeypatch: pytest.MonkeyPatch) -> None:
-    need(shutil.which("faketime"), "faketime is not installed: run tests/parts/install")
+def test_the_error_says_that_the_clock_is_wrong(
+    needs_faketime: None, ceph_server: S3Server, monkeypatch: pytest.MonkeyPatch
+) -> None:
     ceph_server.enter(monkeypatch)
     code = """
 import sys

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.util
 import os
 import sys
 import time
@@ -18,7 +17,6 @@ from packtrain.store import Store, StoreError, open_store
 from packtrain.store.errors import explain_server
 from parts import azure, gcs
 from parts.loopback import free_port, served
-from parts.presence import need
 from parts.proxy import LOSE_ANSWER
 
 
@@ -32,9 +30,8 @@ def no_keys(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
 
 
 @pytest.fixture
-def emulator() -> Iterator[str]:
+def emulator(processes: None) -> Iterator[str]:
     """The emulator of Google Cloud Storage on PyPI, which speaks only the JSON interface."""
-    need(importlib.util.find_spec("gcp_storage_emulator"), "gcp-storage-emulator is not installed")
     code = "import sys; from gcp_storage_emulator.server import create_server as make; "
     code += "make('127.0.0.1', int(sys.argv[1]), in_memory=True, default_bucket='bucket').run()"
     with served(lambda port: [sys.executable, "-c", code, str(port)]) as url:

@@ -16,12 +16,10 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import pytest
-from axe_playwright_python.sync_playwright import Axe
 from PIL import Image
-from playwright.sync_api import Browser, Page, Request, expect, sync_playwright
 
 from packtrain.run.records import (
     Event,
@@ -39,16 +37,14 @@ from packtrain.run.records import (
 from packtrain.run.run import Run
 from packtrain.store import Store, open_store
 from packtrain.web.server import DashboardServer
-from parts.presence import need
+from parts.browser import CHROMIUM, accessibility_faults, browser_at, expect
 from parts.quiet_network import QuietNetwork, quiet_network
 from parts.runs import a_generation, new_run, recipe_job
 from parts.sandbox import make_sandbox, wait_until
 
-CHROMIUM = Path("/usr/bin/chromium")
-OPTIONS = [
-    "--no-sandbox", "--disable-gpu", "--disable-background-networking", "--disable-component-update", "--disable-sync",
-    "--no-first-run",
-]  # fmt: skip
+if TYPE_CHECKING:
+    from playwright.sync_api import Browser, Page, Request
+
 TOKEN = "a-token-of-this-test"
 STARTED = 1_790_000_000.0
 STEPS = 3000
@@ -57,9 +53,6 @@ HOSTILE = f"{SCRIPT} \x1b[31mred\x1b[0m \x1b]0;owned\x07 \u202egnp.exe\u202c \x0
 LOST = "node-b is lost: no lease for 12 s"
 TABS = ("curves", "answers", "machines", "samples", "logs", "checkpoints", "job")
 AXE = {"resultTypes": ["violations"], "runOnly": ["wcag2a", "wcag2aa", "wcag21a", "wcag21aa"]}
-LONG_WAIT = 30_000  # milliseconds: nothing here depends on the speed of the machine
-
-expect.set_options(timeout=LONG_WAIT)
 
 
 # A store with something of everything.
@@ -174,13 +167,9 @@ def dashboard(store: Store, network: QuietNetwork) -> Iterator[Dashboard]:
 
 
 @pytest.fixture(scope="module")
-def browser(network: QuietNetwork, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Browser]:
-    need(CHROMIUM.exists(), "Chromium is not installed")
-    program = network.program(CHROMIUM, tmp_path_factory.mktemp("browser"))
-    with sync_playwright() as playwright:
-        made = playwright.chromium.launch(executable_path=str(program), args=OPTIONS)
-        yield made
-        made.close()
+def browser(needs_chromium: None, network: QuietNetwork, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Browser]:
+    with browser_at(network.program(CHROMIUM, tmp_path_factory.mktemp("browser"))) as browser:
+        yield browser
 
 
 @pytest.fixture(scope="module")
@@ -188,7 +177,7 @@ def pictures(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return tmp_path_factory.mktemp("screenshots")
 
 
-OpenPage = Callable[..., Page]
+OpenPage = Callable[..., "Page"]
 
 
 @pytest.fixture
@@ -502,7 +491,7 @@ def test_axe_finds_no_serious_fault(open_page: OpenPage) -> None:
         page.evaluate(f"location.hash = '#/{view}'")
         expect(page.locator("h1")).to_have_text("alpha-1" if "alpha" in view else "Sweeps" if view else "Runs")
         expect(page.locator(".skeleton")).to_have_count(0)
-        found = Axe().run(page, options=AXE).response["violations"]
+        found = accessibility_faults(page, options=AXE)
         grave = [one for one in found if one["impact"] in ("serious", "critical")]
         assert [(one["id"], one["nodes"][0]["html"][:300]) for one in grave] == [], view
 

@@ -1,0 +1,199 @@
+"""The tiers of the tests, which follow from the fixtures that a test uses.
+
+`quick`   computes, and reads and writes files. No processes, no servers, no training.
+`local`   also starts processes, trains and serves, on this machine as an ordinary user.
+`system`  needs root, Debian packages or other frameworks. A missing part is a failure.
+
+A test whose fixtures include `processes` or `training` is local; one whose fixtures include `system`, as all parts
+below do, is of the system. A parameter that stands for a fixture carries the mark itself. Whatever else is quick, and
+an attempt to start a process or a server there fails the test.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+import random
+import shutil
+import sys
+import threading
+from collections import Counter
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+
+from parts import arm64, azure, ceph, containers, hosts, kubernetes, mpi, slurm, sshd
+from parts.browser import CHROMIUM
+
+COMMANDS = {"quick": "make quick", "local": "make test", "system": "make test-system, as root"}
+TIERS = list(COMMANDS)
+_TIER_OF_FIXTURE = {"processes": "local", "training": "local", "system": "system"}
+_STARTS = {"subprocess.Popen", "os.fork", "os.forkpty", "os.posix_spawn", "os.system", "socket.bind"}
+
+
+# What a test may need.
+
+
+@pytest.fixture(scope="session")
+def processes() -> None:
+    """For tests that start a process or a server."""
+
+
+@pytest.fixture(scope="session")
+def training() -> None:
+    """For tests that train a model, if only for seconds."""
+
+
+@pytest.fixture(scope="session")
+def system() -> None:
+    """For tests that need more than Python and an ordinary user."""
+
+
+def _part(name: str, missing: Callable[[], object]) -> Any:
+    """Make the fixture of tests that need a part; `missing` returns why it is not there."""
+
+    @pytest.fixture(scope="session", name=f"needs_{name}")
+    def part(system: None) -> None:
+        if reason := missing():
+            pytest.fail(f"{reason}; `make test-system` installs it")
+
+    return part
+
+
+def _program(name: str) -> Any:
+    return _part(name.replace("-", "_"), lambda: shutil.which(name) is None and f"{name} is not installed")
+
+
+def _package(name: str) -> Any:
+    return _part(name, lambda: importlib.util.find_spec(name) is None and f"the package {name} is not installed")
+
+
+needs_root = _part("root", lambda: os.geteuid() != 0 and "this user is not root")
+needs_hosts = _part("hosts", hosts.missing)
+needs_kubernetes = _part("kubernetes", kubernetes.missing)
+needs_slurm = _part("slurm", slurm.missing)
+needs_mpi = _part("mpi", mpi.missing)
+needs_ceph = _part("ceph", lambda: ", ".join(ceph.missing_programs()))
+needs_azurite = _part("azurite", lambda: not azure.PROGRAM.exists() and "azurite is not installed")
+needs_containers = _part("containers", containers.missing)
+needs_arm64 = _part("arm64", arm64.missing)
+needs_sshd = _part("sshd", lambda: sshd.program() is None and "sshd is not installed")
+needs_chromium = _part("chromium", lambda: not CHROMIUM.exists() and "Chromium is not installed")
+needs_buildah = _program("buildah")
+needs_cc = _program("cc")
+needs_faketime = _program("faketime")
+needs_fish = _program("fish")
+needs_systemd = _program("systemd-analyze")
+needs_zsh = _program("zsh")
+
+needs_accelerate = _package("accelerate")
+needs_asyncssh = _package("asyncssh")
+needs_lightning = _package("lightning")
+needs_mlflow = _package("mlflow")
+needs_nbclient = _package("nbclient")
+needs_pandas = _package("pandas")
+needs_polars = _package("polars")
+needs_transformers = _package("transformers")
+
+
+# Which tests run, in which order, and where.
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption("--shuffle", type=int, metavar="SEED", help="Run the files in a random order.")
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    for tier in TIERS:
+        config.addinivalue_line("markers", f"{tier}: see tests/parts/tiers.py")
+    sys.addaudithook(_guard)
+
+
+def tier_of(item: pytest.Item) -> str:
+    names = [_TIER_OF_FIXTURE[name] for name in _TIER_OF_FIXTURE if name in getattr(item, "fixturenames", ())]
+    return max([*names, *(mark.name for mark in item.iter_markers() if mark.name in TIERS), "quick"], key=TIERS.index)
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """Mark each test with its tier, which `-m` then selects, and say which tests one process has to run together."""
+    for item in items:
+        tier = tier_of(item)
+        item.add_marker(tier)
+        if tier == "quick" or _shares_fixtures(item):
+            item.add_marker(pytest.mark.xdist_group(str(item.path)))
+    # Quick tests fill the gap at the end, when the processes that share the tests run out of long ones.
+    items.sort(key=lambda item: item.get_closest_marker("quick") is not None)
+    if (seed := config.getoption("shuffle")) is not None:
+        files = sorted({item.path for item in items})
+        random.Random(seed).shuffle(files)  # noqa: S311
+        items.sort(key=lambda item: files.index(item.path))
+
+
+def _shares_fixtures(item: pytest.Item) -> bool:
+    """True if the test uses a fixture that its file makes once, so that one process should run the whole file."""
+    definitions = getattr(item, "_fixtureinfo").name2fixturedefs.values()  # noqa: B009
+    return any(each.scope in ("module", "class", "package") for several in definitions for each in several)
+
+
+# The guard of quick tests.
+
+
+class _Guard:
+    """Refuses what a quick test must not start; `refused` is what the current test has tried."""
+
+    def __init__(self) -> None:
+        self.is_on = False
+        self.refused: list[str] = []
+
+    def __call__(self, event: str, arguments: tuple[object, ...]) -> None:
+        """Audit an event of Python. Servers of other tests may still work in threads of their own."""
+        if self.is_on and event in _STARTS and threading.current_thread() is threading.main_thread():
+            self.refused.append(f"{event} {arguments[1:2]}")
+            raise RuntimeError(f"a quick test must not start this: {self.refused[-1]}")
+
+
+_guard = _Guard()
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_runtest_setup(item: pytest.Item) -> None:
+    _guard.refused.clear()
+    _guard.is_on = item.get_closest_marker("quick") is not None
+
+
+@pytest.hookimpl(trylast=True)
+def pytest_runtest_teardown() -> None:
+    _guard.is_on = False
+    if _guard.refused:
+        # The code under test may have handled the error, and the test may have passed.
+        pytest.fail(f"a quick test started {'; '.join(_guard.refused)}: use the fixture `processes`", pytrace=False)
+
+
+# The last line: what did not run.
+
+
+_unselected = Counter[str]()
+
+
+def pytest_deselected(items: list[pytest.Item]) -> None:
+    _unselected.update(tier_of(item) for item in items)
+
+
+def pytest_sessionfinish(session: pytest.Session) -> None:
+    if (output := getattr(session.config, "workeroutput", None)) is not None:
+        output["unselected"] = dict(_unselected)
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_testnodedown(node: Any) -> None:
+    """Take the count from a process of xdist; each of them collects all tests."""
+    _unselected.clear()
+    _unselected.update(getattr(node, "workeroutput", {}).get("unselected", {}))
+
+
+@pytest.hookimpl(trylast=True)
+def pytest_unconfigure(config: pytest.Config) -> None:
+    for tier, count in ({} if hasattr(config, "workerinput") else _unselected).items():
+        print(f"{count} {tier} tests did not run: {COMMANDS[tier]}")
