@@ -1,4 +1,4 @@
-# Two commands on a fresh machine: `make demo` and `make test`.
+# On a fresh machine: `make demo` to try it, `make test` to check it. CONTRIBUTING.md has the others.
 PYTHON ?= python3
 VENV ?= .venv
 BIN := $(VENV)/bin
@@ -7,10 +7,13 @@ export PIP_CONSTRAINT := $(CURDIR)/constraints.txt
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
 # Without cached bytecode each of the many processes of the tests would compile torch's source for five seconds.
 unexport PYTHONDONTWRITEBYTECODE
-PIP := $(BIN)/pip install --quiet
+# pip would compile all 400 MB of source, of which most is never imported.
+PIP := $(BIN)/pip install --quiet --no-compile
+# Tests wait for processes now and then: one more than there are cores.
+PYTEST := $(BIN)/python -m pytest -n $(shell echo $$(($$(nproc) + 1))) --dist loadgroup --no-loadscope-reorder
 NEW := "Open the file in a new window." "The password is not valid." "Show all packages that need to be updated."
 
-.PHONY: demo test ready lint parts packages kubernetes arm64 clean
+.PHONY: demo quick test test-system lint local system parts packages kubernetes arm64 coverage mutants benchmarks clean
 
 demo: $(VENV)/train
 	$(BIN)/packtrain run examples/translate.yaml
@@ -19,24 +22,34 @@ demo: $(VENV)/train
 	@echo "in German, by the model that was just trained:"
 	@$(BIN)/packtrain predict en-de $(NEW) | sed 's/^/  /'
 
-# Installing waits for disk and network, and checking the types does not.
-test:
-	$(MAKE) --jobs 3 ready
-	$(BIN)/python -m pytest -n 3 --no-loadscope-reorder --durations 30
+quick: $(VENV)/test
+	$(PYTEST) -m quick
 
-lint: $(VENV)/dev
-	$(BIN)/ruff check
-	$(BIN)/ruff format --check
-	$(BIN)/mypy
+test: $(VENV)/test
+	@$(MAKE) --no-print-directory --jobs 2 lint local
 
-ready: lint parts
+# Installing packages waits for disk and network, and building does not.
+test-system: $(VENV)/dev
+	@$(MAKE) --no-print-directory --jobs 3 parts
+	$(PYTEST) -m system --durations 20
 
-parts: packages $(if $(filter true,$(CI)),kubernetes arm64)
+lint: $(VENV)/test
+	@$(BIN)/ruff check --quiet
+	@$(BIN)/ruff format --quiet --check
+	@$(BIN)/mypy
+
+local: $(VENV)/test
+	$(PYTEST) -m 'quick or local' $(PYTEST_OPTIONS)
+
+coverage: $(VENV)/dev
+	$(PYTEST) -m 'quick or local' --cov=packtrain --cov-branch --cov-report=term:skip-covered
+
+parts: packages kubernetes arm64
 
 packages:
 	bash tests/parts/install
 
-# The cluster of the tests takes a quarter of an hour to compile, once; without it they use a simulated API server alone.
+# The cluster of the tests takes a quarter of an hour to compile, once.
 kubernetes: packages
 	bash tests/parts/kubernetes-build
 
@@ -44,15 +57,13 @@ kubernetes: packages
 arm64: $(VENV)/dev packages
 	bash tests/parts/arm64-build
 
-$(VENV)/train: pyproject.toml constraints.txt
-	$(PYTHON) -m venv $(VENV)
-	$(PIP) --editable '.[train]'
+$(VENV)/train $(VENV)/test $(VENV)/dev: pyproject.toml constraints.txt | $(BIN)/pip
+	$(PIP) --editable '.[$(@F)]'
 	@touch $@
 
-$(VENV)/dev: pyproject.toml constraints.txt
+$(BIN)/pip:
+	$(if $(shell $(PYTHON) -c 'import ensurepip, venv; print(1)' 2>/dev/null),,$(error $(PYTHON) cannot make a virtual environment; on Debian: apt install python3-venv))
 	$(PYTHON) -m venv $(VENV)
-	$(PIP) --no-compile --editable '.[dev,train]'  # of 400 MB of source, most is never imported
-	@touch $@
 
 clean:
 	rm -rf $(VENV) store

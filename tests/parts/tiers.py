@@ -115,14 +115,15 @@ def tier_of(item: pytest.Item) -> str:
     return max([*names, *(mark.name for mark in item.iter_markers() if mark.name in TIERS), "quick"], key=TIERS.index)
 
 
-@pytest.hookimpl(tryfirst=True)
+def pytest_itemcollected(item: pytest.Item) -> None:
+    """Mark a test with its tier, which `-m` then selects, and with its file if one process should run all of it."""
+    tier = tier_of(item)
+    item.add_marker(tier)
+    if tier == "quick" or _shares_fixtures(item):
+        item.add_marker(pytest.mark.xdist_group(str(item.path)))
+
+
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Mark each test with its tier, which `-m` then selects, and say which tests one process has to run together."""
-    for item in items:
-        tier = tier_of(item)
-        item.add_marker(tier)
-        if tier == "quick" or _shares_fixtures(item):
-            item.add_marker(pytest.mark.xdist_group(str(item.path)))
     # Quick tests fill the gap at the end, when the processes that share the tests run out of long ones.
     items.sort(key=lambda item: item.get_closest_marker("quick") is not None)
     if (seed := config.getoption("shuffle")) is not None:
