@@ -8,7 +8,6 @@ from pathlib import Path
 
 import pytest
 import torch
-from published import FOLDER, SHOWN, numbers, picture, published
 from safetensors.torch import save_file
 from torch import Tensor, nn
 from torch.nn.functional import conv2d
@@ -19,6 +18,7 @@ from packtrain.recipes.classify import SIZES
 from packtrain.recipes.images import RESNETS, ResNetShape
 from packtrain.recipes.pretrained import PIXELS, fit_pretrained, load_pretrained, read_fit, resnet_shapes
 from packtrain.recipes.resnet import ResNet
+from recipes.published import FOLDER, SHOWN, numbers, picture, published
 
 SMALL = ResNetShape("basic", (1, 1), 8, "small")
 

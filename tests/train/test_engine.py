@@ -9,9 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from tiny import SAMPLES, Tiny, tiny_job
 from torch import Tensor, nn
-from workers import Plain, engine_weights
 
 from packtrain.recipes import Batch
 from packtrain.train.engine import Ema, Engine, NonFinite, StepResult
@@ -20,6 +18,8 @@ from packtrain.train.precision import CLEAN_STEPS_TO_DOUBLE, FIRST_LOSS_SCALE
 from packtrain.train.progress import Progress
 from packtrain.train.world import StepSync, World
 from parts.host_reads import HostReads
+from train.tiny import SAMPLES, Tiny, tiny_job
+from train.workers import Plain, engine_weights
 
 
 def engine_of(recipe: type[Tiny] = Plain, **train: Any) -> Engine:

@@ -6,7 +6,6 @@ from pathlib import Path
 
 import pytest
 import torch
-from tiny import tiny_job, tiny_run
 
 from packtrain.store import open_store
 from packtrain.train import worker
@@ -14,6 +13,7 @@ from packtrain.train.control import Control, StopSignal
 from packtrain.train.exact import choose_kernels, mistake_of
 from packtrain.train.worker import build_trainer, cause_of, in_one_line
 from packtrain.train.world import World
+from train.tiny import tiny_job, tiny_run
 
 VARIABLES = {"CUBLAS_WORKSPACE_CONFIG": ":4096:8", "NCCL_NVLS_ENABLE": "0"}
 # As torch writes it.

@@ -9,10 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from forking import WorkerForker
 from safetensors.torch import load_file
-from tiny import Tiny, TinyModel, tiny_engine, tiny_job, tiny_run
-from workers import losses
 
 from packtrain.run.checkpoint import committed, fetch
 from packtrain.run.run import Run
@@ -23,6 +20,9 @@ from packtrain.train.progress import Progress
 from packtrain.train.recorder import Clock
 from packtrain.train.state import MODEL_FILE, STATE_FILE, load_weights
 from packtrain.train.world import World
+from train.forking import WorkerForker
+from train.tiny import Tiny, TinyModel, tiny_engine, tiny_job, tiny_run
+from train.workers import losses
 
 
 @pytest.fixture

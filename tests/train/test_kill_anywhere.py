@@ -11,14 +11,14 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from forking import WorkerForker
-from tiny import tiny_job, tiny_run
-from workers import history, weights
 
 from packtrain.run.checkpoint import committed
 from packtrain.run.run import Run
 from packtrain.store import Store
 from packtrain.train.control import Control
+from train.forking import WorkerForker
+from train.tiny import tiny_job, tiny_run
+from train.workers import history, weights
 
 STEPS = 6
 UNHURT = 3  # so many lives in a row that were over before the hour came: there is no later one

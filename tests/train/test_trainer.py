@@ -15,12 +15,8 @@ from typing import Any, ClassVar
 
 import pytest
 import torch
-from forking import WorkerForker
 from numpy.typing import NDArray
-from test_schedule import EXAMPLES
-from tiny import Tiny, tiny_job, tiny_run
 from torch import Tensor, nn
-from workers import Interrupted, history, losses, weights
 
 from packtrain.data.order import Ids
 from packtrain.errors import Mistake, PacktrainError
@@ -38,6 +34,10 @@ from packtrain.train.trainer import Trainer, small_share
 from packtrain.train.world import World
 from parts.faulty import FaultyStore
 from parts.runs import a_generation
+from train.forking import WorkerForker
+from train.test_schedule import EXAMPLES
+from train.tiny import Tiny, tiny_job, tiny_run
+from train.workers import Interrupted, history, losses, weights
 
 STEPS = 10
 IN_EPOCH = 6

@@ -14,7 +14,6 @@ import numpy as np
 import psutil
 import torch
 from numpy.typing import NDArray
-from tiny import SAMPLES, WIDTH, Tiny, TinyModel, tiny_engine, tiny_job
 from torch import Tensor, nn
 
 from packtrain.data.order import Ids
@@ -37,6 +36,7 @@ from packtrain.train.trainer import Trainer
 from packtrain.train.world import World
 from packtrain.units import Duration
 from parts.faulty import FaultyStore
+from train.tiny import SAMPLES, WIDTH, Tiny, TinyModel, tiny_engine, tiny_job
 
 
 class Plain(Tiny):
