@@ -18,7 +18,7 @@ from types import SimpleNamespace
 from typing import Any, Literal
 
 import pytest
-from botocore.exceptions import ClientError  # type: ignore[import-untyped]
+from botocore.exceptions import ClientError
 from pydantic import ValidationError
 
 from packtrain.errors import Mistake, PacktrainError

@@ -299,7 +299,7 @@ class Stepped:
 
     def end_workers(self, code: int) -> None:
         assert self.node.group is not None
-        self.node.group.launch.code = code  # type: ignore[attr-defined]
+        self.node.group.launch.code = code
 
     def checkpoint(self, **files: str) -> None:
         for name, text in files.items():

@@ -34,8 +34,8 @@ def a_run(store: Store, folder: Path) -> Run:
         (run.telemetry_writer("a"), [TelemetrySample(1001.0, "a", Telemetry(cpu_fraction=0.5))]),
     ):
         for record in records:
-            writer.append(record)  # type: ignore[attr-defined]
-        writer.flush()  # type: ignore[attr-defined]
+            writer.append(record)
+        writer.flush()
     run.propose(a_generation(1, "a", workers=2))
     run.renew(a_lease("a", left=True))
     state = b'{"recipe": "translate", "versions": {"torch": "2.13.0"}}'

@@ -364,7 +364,7 @@ def train_and_die(
     made = RECIPES[recipe](opened.job)
     before = len(mortal.operations)
     if operation:
-        mortal.fault = lambda _name, _key: die() if len(mortal.operations) - before >= operation else None  # type: ignore[func-returns-value]
+        mortal.fault = lambda _name, _key: die() if len(mortal.operations) - before >= operation else None
     clock = KillingClock(mark)
     Trainer(opened, made, World(), generation, Control(Path(control)), StopSignal(), clock).train()
     return {"operations": len(mortal.operations) - before, "marks": clock.marks}
