@@ -604,7 +604,8 @@ def test_why_a_group_has_no_machines_is_said_in_words(message: str, told: str, f
 
 
 def test_a_quota_ends_the_launch_and_leaves_nothing(region: AwsRegion, s3_store: Store) -> None:
-    nothing, news = {"Reservations": []}, {"Activities": [failed(NO_QUOTA)]}
+    nothing: dict[str, Any] = {"Reservations": []}
+    news = {"Activities": [failed(NO_QUOTA)]}
     run = run_on(s3_store, {})
     with (
         answering(region, "DescribeInstances", nothing),

@@ -167,7 +167,8 @@ def test_pixels_that_were_normalized_otherwise_give_the_same_inside_of_an_image(
         norm = nn.BatchNorm2d(8).eval()
         norm.load_state_dict({name: weights[f"bn1.{name}"] for name in norm.state_dict() if f"bn1.{name}" in weights},
                              strict=False)  # fmt: skip
-        return norm(out)
+        normed: Tensor = norm(out)
+        return normed
 
     given, folded = (load_pretrained(path, SMALL, None, kind) for kind in ("imagenet", pixels))
     assert torch.allclose(stem(folded, "imagenet"), stem(given, pixels), atol=1e-5)

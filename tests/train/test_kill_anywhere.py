@@ -93,7 +93,7 @@ def test_a_run_killed_repeatedly_ends_like_an_uninterrupted_one(
         before = committed(run)
         control = str(Control(tmp_path / str(generation)).directory)
         where = {"store": run.store.url, "run": run.name, "control": control}
-        [exited] = forker.run("train_and_die", **where, generation=generation, mark=marks, recipe="slow")
+        [exited] = forker.run("train_and_die", 1, **where, generation=generation, mark=marks, recipe="slow")
         if exited.code == 0:
             break
         if committed(run) == before:  # a commit takes as long as the machine lets it: the next life is longer

@@ -22,7 +22,7 @@ from packtrain.data.order import Ids
 from packtrain.errors import Mistake, PacktrainError
 from packtrain.job.kinds import EXCHANGES, OPTIMIZERS, SCHEDULES
 from packtrain.recipes import Batch, EvaluationRequest, Measurement, Scores
-from packtrain.run.checkpoint import Checkpoint, Superseded, committed
+from packtrain.run.checkpoint import Checkpoint, Superseded, commit, committed
 from packtrain.run.run import Run
 from packtrain.store import Store
 from packtrain.train import checkpointer as saver
@@ -549,7 +549,6 @@ def saved_run(store: Store, control: Control) -> tuple[Run, Checkpoint]:
     job = tiny_job(checkpoint={"every": "2 steps", "keep_last": 5})
     run = tiny_run(store, job)
     saved = threading.Event()
-    commit = saver.commit
 
     def slowly() -> None:
         """Lets the saver come along, so that there are several."""
