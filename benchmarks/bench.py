@@ -30,7 +30,8 @@ def show(
         print(json.dumps({"title": title, "rows": list(rows), "notes": list(notes)}))
         return
     if markdown:
-        for line in (list(rows[0]), ["---"] * len(rows[0]), *(list(row.values()) for row in rows)):
+        lines: list[list[object]] = [list(rows[0]), ["---"] * len(rows[0]), *(list(row.values()) for row in rows)]
+        for line in lines:
             print(f"| {' | '.join(map(str, line))} |")
         print("", *notes, sep="\n")
         return

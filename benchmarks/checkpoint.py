@@ -35,7 +35,8 @@ from packtrain.run.run import create_run
 from packtrain.store import Store, open_store
 from packtrain.train.control import Control
 from packtrain.train.optimizer import optimizer_tensors
-from packtrain.train.state import Description, Progress, Snapshot, SnapshotCopier
+from packtrain.train.progress import Progress
+from packtrain.train.state import Description, Snapshot, SnapshotCopier
 from packtrain.train.trainer import Trainer
 from packtrain.train.world import World
 from step import EXAMPLE, Timer, TimingClock

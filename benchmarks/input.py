@@ -363,7 +363,7 @@ def images(options: argparse.Namespace) -> None:
     sizes = [Image.open(io.BytesIO(jpeg)).size for jpeg in jpegs]
     width, height = np.mean(sizes, axis=0)
     figures = compare_images(jpegs, options.rounds, options.workers)
-    rows = [
+    rows: list[dict[str, Any]] = [
         {
             "loader": name,
             "CPU ms/image": bench.median([cpu for cpu, _ in turns]),

@@ -110,7 +110,7 @@ def hugging_face(sources: Rows, targets: Rows) -> Contender:
 
 
 def mosaic(sources: Rows, targets: Rows, folder: Path) -> Contender:
-    from streaming import MDSWriter, StreamingDataset  # type: ignore[import-not-found]
+    from streaming import MDSWriter, StreamingDataset
 
     columns = {"source": "ndarray:uint16", "target": "ndarray:uint16"}
     with MDSWriter(out=str(folder / "mds"), columns=columns) as writer:

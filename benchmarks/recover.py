@@ -142,7 +142,8 @@ class ByHand(Contender):
         try:
             self._process.wait(GRACE_SECONDS)
         except subprocess.TimeoutExpired:  # it may miss the signal while it restarts its workers
-            for process in (*self.workers(), self._process):
+            processes: list[psutil.Process | subprocess.Popen[bytes]] = [*self.workers(), self._process]
+            for process in processes:
                 process.kill()
             self._process.wait()
 

@@ -152,8 +152,8 @@ def joey(recipe: PairRecipe, seconds: float, count: int, python: str, folder: Pa
     if done.returncode:
         raise SystemExit(f"JoeyNMT failed: {done.stderr.strip().splitlines()[-1]}")
     found = json.loads(done.stdout.splitlines()[-1])
-    rows = [[int(word) for word in line.split() if word.isdigit()] for line in found["outputs"]]
-    return Learned(found["steps"], found["tokens"], found["seconds"], recipe.pack.vocabulary.decode(rows))
+    outputs = [[int(word) for word in line.split() if word.isdigit()] for line in found["outputs"]]
+    return Learned(found["steps"], found["tokens"], found["seconds"], recipe.pack.vocabulary.decode(outputs))
 
 
 def joey_config(recipe: PairRecipe, folder: Path) -> dict[str, Any]:

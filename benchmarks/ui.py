@@ -191,8 +191,9 @@ def served(contender: Contender, folder: Path) -> Iterator[tuple[str, subprocess
                 printed = found[0] if found else None
             yield printed or f"http://127.0.0.1:{port}", process
         finally:
-            for one in [*psutil.Process(process.pid).children(recursive=True), process]:
-                one.terminate()
+            for child in psutil.Process(process.pid).children(recursive=True):
+                child.terminate()
+            process.terminate()
             process.wait()
 
 

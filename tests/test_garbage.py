@@ -17,7 +17,7 @@ from packtrain.run.code import archive, unpacked
 from packtrain.run.records import Discarding, JobSource, encode
 from packtrain.run.removal import remove_run
 from packtrain.run.run import create_run, run_names
-from packtrain.run.uses import announced
+from packtrain.run.uses import Uses, announced
 from packtrain.start import NewRun
 from packtrain.store import Store, open_store
 from packtrain.system import FileLock, this_client
@@ -107,7 +107,7 @@ def test_a_run_that_starts_during_the_deletion_of_its_pack_is_not_created(
     refused: list[str] = []
     new = NewRun(store, program_job("late"), archive({"train.py": b""}), None, JobSource("job.yaml", ""))
     monkeypatch.setattr(NewRun, "pack_name", "left-1")
-    monkeypatch.setattr(NewRun, "uses", garbage.Uses(packs=frozenset({"left-1"})))
+    monkeypatch.setattr(NewRun, "uses", Uses(packs=frozenset({"left-1"})))
 
     def start(operation: str, key: str) -> None:
         if (operation, key) == ("delete", "packs/left-1/manifest.json"):

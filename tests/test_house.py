@@ -84,7 +84,7 @@ def faults(tree: ast.AST) -> Iterator[str]:
                     isinstance(keyword.value, ast.Constant)
                     and (keyword.arg, keyword.value.value) in FORBIDDEN_ARGUMENTS
                 ):
-                    yield f"line {node.lineno} passes {keyword.arg}={keyword.value.value}"
+                    yield f"line {node.lineno} passes {keyword.arg}={keyword.value.value!r}"
 
 
 @pytest.mark.parametrize("path", modules(), ids=lambda path: str(path.relative_to(SOURCE)))
@@ -172,6 +172,7 @@ def test_help_imports_nothing_heavy() -> None:
 
 # Names and words.
 
+Definition = ast.Module | ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef
 BAD_STARTS = ("What ", "Whether ", "One that", "One who", "Those ")
 BRITISH = re.compile(
     r"behaviour|colour|favour|honour|neighbour|flavour|labelled|labelling|modelling|catalogue|licence"
@@ -182,7 +183,7 @@ BRITISH = re.compile(
 )
 
 
-def definitions(*kinds: type[ast.AST]) -> Iterator[tuple[str, ast.AST]]:
+def definitions(*kinds: type[Definition]) -> Iterator[tuple[str, Definition]]:
     """Yield every definition of these kinds in the source, each with its file and line."""
     for path in modules():
         for node in ast.walk(ast.parse(path.read_text())):
@@ -204,6 +205,7 @@ def lines(paths: Iterable[Path]) -> Iterator[tuple[str, str]]:
 def test_no_two_classes_have_the_same_name() -> None:
     places: dict[str, list[str]] = {}
     for place, node in definitions(ast.ClassDef):
+        assert isinstance(node, ast.ClassDef)
         places.setdefault(node.name, []).append(place)
     assert [f"{name}: {', '.join(found)}" for name, found in places.items() if len(found) > 1] == []
 

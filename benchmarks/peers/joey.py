@@ -11,6 +11,7 @@ import json
 import sys
 import time
 from pathlib import Path
+from typing import Any
 
 import torch
 from joeynmt.config import parse_global_args, set_validation_args
@@ -24,14 +25,14 @@ class Timed(TrainManager):
     deadline = 0.0
     tokens = 0
 
-    def _train_step(self, batch):
+    def _train_step(self, batch: Any) -> Any:
         done = super()._train_step(batch)
         self.tokens += int(batch.ntokens)
         if time.process_time() >= self.deadline:
             self.stats.is_max_update = True
         return done
 
-    def _save_checkpoint(self, new_best, score):
+    def _save_checkpoint(self, new_best: bool, score: float) -> None:
         """Save nothing: all of the time is for training."""
 
 

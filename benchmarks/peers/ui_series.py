@@ -75,7 +75,7 @@ def _events(folder: Path, run: int, steps: range, writer: Any = None) -> Any:
 
 
 def make_mlflow(folder: Path, runs: int, points: int, overlay: int) -> list[str]:
-    import mlflow as package  # type: ignore[import-not-found]
+    import mlflow as package
 
     client = package.MlflowClient(f"sqlite:///{folder}/mlflow.db")
     known = [client.create_run("0", run_name=name_of(run)).info.run_id for run in range(runs)]
@@ -99,7 +99,7 @@ def make_mlflow(folder: Path, runs: int, points: int, overlay: int) -> list[str]
 
 def grow_mlflow(folder: Path) -> Append:
     import mlflow as package
-    from mlflow.entities import Metric  # type: ignore[import-not-found]
+    from mlflow.entities import Metric
 
     client = package.MlflowClient(f"sqlite:///{folder}/mlflow.db")
     identifier = json.loads((folder / "ids.json").read_text())[0]
@@ -115,7 +115,7 @@ def grow_mlflow(folder: Path) -> Append:
 
 
 def make_trackio(_: Path, runs: int, points: int, overlay: int) -> list[str]:
-    from trackio.sqlite_storage import SQLiteStorage  # type: ignore[import-not-found]
+    from trackio.sqlite_storage import SQLiteStorage
 
     for project, many in ((PROJECT, runs), (FEW, overlay), (ONE, 1)):
         for run in range(min(many, overlay)):

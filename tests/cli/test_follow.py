@@ -6,6 +6,7 @@ import sys
 import threading
 from collections.abc import Callable
 from pathlib import Path
+from typing import Literal
 
 import pytest
 
@@ -217,7 +218,10 @@ def test_an_evaluation_that_repeats_the_last_one_is_shown_once(
 ) -> None:
     run = new_run(directory_store)
     points = run.point_writer("a")
-    for kind, step, loss in (("valid", 5, 2.0), ("valid", 10, 1.5), ("valid", 10, 1.5), ("test", 10, 1.5)):
+    shown: list[tuple[Literal["valid", "test"], int, float]] = [
+        ("valid", 5, 2.0), ("valid", 10, 1.5), ("valid", 10, 1.5), ("test", 10, 1.5)
+    ]  # fmt: skip
+    for kind, step, loss in shown:
         points.append(Point(kind, 1, step, 0.0, {"loss": loss, "evaluation_seconds": float(step)}))
     points.flush()
     Follower(run, [], console()).read()

@@ -18,7 +18,7 @@ from packtrain.cli import app
 from packtrain.cli.template import TEMPLATES, InitRequest, write_job
 from packtrain.cli.toy_data import english, german
 from packtrain.errors import Mistake
-from packtrain.fleet.environment import own_wheel
+from packtrain.fleet.wheels import own_wheel
 from packtrain.pack.build import PlainProgress
 from packtrain.pack.workers import InProcess
 from packtrain.recipes import RECIPES

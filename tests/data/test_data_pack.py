@@ -282,7 +282,11 @@ def test_a_store_that_is_unmounted_before_a_shard_is_opened_is_away(tmp_path: Pa
     split = Pack(store, NAME, tmp_path / "cache").split("train")
     assert split.column("tokens")[0].tolist() == ROWS[0]
     paths = {shard.name: Path(store.url, pack_key(NAME, shard.name)) for shard in shards}
-    late = SplitReader(shards, lambda shard: paths[shard.name], lambda shard: str(store.entry(shard.name)))
+
+    def check(shard: ShardFile) -> None:
+        store.entry(shard.name)
+
+    late = SplitReader(shards, lambda shard: paths[shard.name], check)
     mounts.unmount()
     for reader in (split, late):  # the second one was unmounted after the shard was checked
         with pytest.raises(StoreAway):
@@ -314,7 +318,7 @@ def test_a_shard_that_a_disk_has_changed_in_a_directory_store_is_named(directory
 def naive(rows: Rows, ids: list[int], filler: int) -> Rows:
     chosen = [rows[number] for number in ids]
     longest = max([1, *map(len, chosen)])
-    return [row + [filler] * (longest - len(row)) for row in chosen]
+    return [[*row, *[filler] * (longest - len(row))] for row in chosen]
 
 
 @st.composite

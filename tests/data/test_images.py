@@ -214,9 +214,10 @@ def test_pillow_resizes_as_torch_does_within_1_of_255(sides: tuple[int, int, int
 def test_a_batch_holds_each_sample_as_its_crop_resized(images: SplitReader, batches: ImageBatches) -> None:
     ids = permutation(len(images), 7)
     made = batches.random(ids, seed=3, epoch=1, size=48, min_scale=0.3)
-    assert (made.shape, made.dtype) == ((len(SIZES), 48, 48, 3), np.uint8)
+    assert (made.shape, made.dtype) == ((len(SIZES), 48, 48, 3), np.dtype(np.uint8))
     for at, row in enumerate(ids.tolist()):
-        box, flip = random_crop(*SIZES[row], 0.3, 3, 1, row)
+        width, height = SIZES[row]
+        box, flip = random_crop(width, height, 0.3, 3, 1, row)
         full = simplejpeg.decode_jpeg(jpeg_of(images, row))
         expected = np.empty((48, 48, 3), np.uint8)
         resize_into(expected, full[box.top : box.top + box.height, box.left : box.left + box.width], flip)

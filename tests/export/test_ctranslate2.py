@@ -66,7 +66,7 @@ def test_int8_is_smaller_and_close(trained: TrainedModel, tmp_path: Path) -> Non
     for precision in ("fp32", "int8"):
         folder = tmp_path / precision
         folder.mkdir()
-        Ctranslate2Form().write(trained.recipe, trained.model, folder, precision)  # type: ignore[arg-type]
+        Ctranslate2Form().write(trained.recipe, trained.model, folder, precision)
         networks[precision] = Ctranslate2Form().load(trained.recipe, folder, 1)
         sizes[precision] = (folder / "ctranslate2" / "model.bin").stat().st_size
     assert sizes["int8"] < 0.8 * sizes["fp32"]

@@ -57,9 +57,9 @@ def write_model(folder: Path, seed: int = 1, kilobytes: int = 300, name: str = L
     for one, data in contents.items():
         (folder / one).parent.mkdir(parents=True, exist_ok=True)
         (folder / one).write_bytes(data)
-    files = [StoredFile(one, len(data), hashlib.sha256(data).hexdigest()) for one, data in contents.items()]
-    origin = Origin("en-de-1", ["1"], seed, "en-de", _DIGEST, "0.1.0", 0.0)
-    manifest = ModelManifest(FORMAT, "translate", "ctranslate2", "fp32", [], origin, [], {}, files)
+    files = tuple(StoredFile(one, len(data), hashlib.sha256(data).hexdigest()) for one, data in contents.items())
+    origin = Origin("en-de-1", ("1",), seed, "en-de", _DIGEST, "0.1.0", 0.0)
+    manifest = ModelManifest(FORMAT, "translate", "ctranslate2", "fp32", (), origin, (), {}, files)
     (folder / MANIFEST).write_bytes(encode(manifest))
     return folder
 

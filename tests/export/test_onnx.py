@@ -48,7 +48,7 @@ class Exported:
 
     def written(self, precision: Any) -> Path:
         """Return the model's folder, which is written once."""
-        folder = self.folder / precision
+        folder: Path = self.folder / precision
         if not folder.exists():
             OnnxForm().write(self.recipe, self.model, folder, precision)
         return folder
@@ -236,6 +236,8 @@ def test_int8_is_smaller_and_close_and_made_in_silence(
     assert capfd.readouterr() == ("", "")
     whole, small = one.network(), one.network("int8")
     assert size_of(one.written("int8")) < 0.5 * size_of(one.written("fp32"))
+    expected: NDArray[Any]
+    found: NDArray[Any]
     if isinstance(whole, OnnxText):
         source = np.random.default_rng(1).integers(EOS + 1, 200, (6, 8))
         target = np.concatenate([np.full((6, 1), BOS), source], axis=1)

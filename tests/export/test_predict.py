@@ -104,7 +104,9 @@ def test_options_without_effect_are_refused_in_one_line(tmp_path: Path, options:
 
 def test_the_model_is_on_a_gpu_if_there_is_one(run: Run, tmp_path: Path) -> None:
     commit_model(run, tmp_path, 10)
-    devices = {weights.device.type for weights in load_predictor(run).model.parameters()}
+    model = load_predictor(run).model
+    assert isinstance(model, torch.nn.Module)
+    devices = {weights.device.type for weights in model.parameters()}
     assert devices == {"cuda" if torch.cuda.is_available() else "cpu"}
 
 

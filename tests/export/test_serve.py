@@ -420,7 +420,7 @@ def test_with_a_token_everything_but_the_page_and_health_needs_it(
             assert client.get(path).status_code == 200, path
         for path in ("/v1/models", "/v1/models/greetings-1", "/metrics", "/openapi.json", "/v1/predict", "/nothing"):
             for given in ("", "Bearer", f"Bearer {TOKEN}x", f"Bearer {TOKEN[:-1]}", f"Basic {TOKEN}", "Bearer \xe9"):
-                response = client.get(path, headers={"Authorization": given.encode("latin-1")})  # type: ignore[dict-item]
+                response = client.get(path, headers={b"Authorization": given.encode("latin-1")})
                 assert (response.status_code, response.headers["www-authenticate"]) == (401, "Bearer"), path
                 assert "the token is missing or wrong" in error_of(response)
         right = {"Authorization": f"Bearer {TOKEN}", "Host": "models.example"}

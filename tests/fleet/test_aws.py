@@ -18,7 +18,7 @@ from types import SimpleNamespace
 from typing import Any, Literal
 
 import pytest
-from botocore.exceptions import ClientError  # type: ignore[import-untyped]
+from botocore.exceptions import ClientError
 from pydantic import ValidationError
 
 from packtrain.errors import Mistake, PacktrainError
@@ -604,7 +604,8 @@ def test_why_a_group_has_no_machines_is_said_in_words(message: str, told: str, f
 
 
 def test_a_quota_ends_the_launch_and_leaves_nothing(region: AwsRegion, s3_store: Store) -> None:
-    nothing, news = {"Reservations": []}, {"Activities": [failed(NO_QUOTA)]}
+    nothing: dict[str, Any] = {"Reservations": []}
+    news = {"Activities": [failed(NO_QUOTA)]}
     run = run_on(s3_store, {})
     with (
         answering(region, "DescribeInstances", nothing),

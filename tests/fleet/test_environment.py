@@ -19,6 +19,7 @@ from packtrain.errors import Mistake
 from packtrain.fleet import environment
 from packtrain.fleet.remote import Remote, Unreachable
 from packtrain.fleet.ssh import facts_of
+from packtrain.fleet.wheels import constraints, digests, own_wheel
 from packtrain.identity import altered, identity, installed_digest, wheel_of
 from parts import hosts
 from parts.hosts import Network
@@ -41,8 +42,8 @@ def remote(network: Network, monkeypatch: pytest.MonkeyPatch) -> Remote:
 
 
 def test_the_wheel_of_packtrain_is_the_same_every_time_and_installs(tmp_path: Path) -> None:
-    name, data = environment.own_wheel()
-    assert environment.own_wheel() == (name, data)
+    name, data = own_wheel()
+    assert own_wheel() == (name, data)
     with zipfile.ZipFile(io.BytesIO(data)) as wheel:
         assert wheel.testzip() is None
         assert "packtrain/cli/__init__.py" in wheel.namelist()
@@ -59,7 +60,7 @@ def test_constraints_pin_the_versions_installed_here() -> None:
     import numpy
     import torch
 
-    lines = environment.constraints()
+    lines = constraints()
     assert f"numpy=={numpy.__version__}" in lines
     assert f"torch=={torch.__version__.partition('+')[0]}" in lines
     assert not any(line.startswith(("pytest==", "packtrain==")) for line in lines)
@@ -153,7 +154,7 @@ def test_an_environment_is_created_offline_from_a_bundle_with_our_own_packtrain_
     network: Network, remote: Remote, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """pip, venv and the wheel of Packtrain are real; the others are stubs, for torch alone would take a minute."""
-    for line in environment.constraints():
+    for line in constraints():
         stub_wheel(tmp_path, *line.split("=="))
     stub_wheel(tmp_path, "Packtrain", "99.0")  # somebody else's, which pip would prefer
     monkeypatch.setattr(sys, "executable", "/nowhere/python")
@@ -179,7 +180,7 @@ def test_an_index_with_other_files_for_a_wheel_of_this_machine_is_refused_before
     network: Network, remote: Remote, tmp_path: Path
 ) -> None:
     """The stubs have names, versions and tags of the wheels that are installed here, but not their files."""
-    for line in environment.constraints():
+    for line in constraints():
         stub_wheel(network.shared, *line.split("=="))
     folder = network[0].home / ".config/pip"
     folder.mkdir(parents=True)
@@ -191,7 +192,7 @@ def test_an_index_with_other_files_for_a_wheel_of_this_machine_is_refused_before
 
 
 def test_the_packages_here_are_as_they_were_recorded() -> None:
-    small = [line for line in environment.digests() if not line.startswith(("torch==", "sympy=="))]
+    small = [line for line in digests() if not line.startswith(("torch==", "sympy=="))]
     assert len(small) > 20
     assert altered(installed_packages(), small) == []
 

@@ -18,6 +18,7 @@ from packtrain.job.kinds import FLEETS, kind_class
 from packtrain.node.preemption import seconds_from
 from packtrain.start import wait_until_joined
 from packtrain.store import Store
+from packtrain.units import Machines
 from parts.runs import new_run, program_job
 from parts.sandbox import wait_until
 
@@ -48,11 +49,12 @@ def test_every_kind_of_fleet_in_a_job_file_can_be_built() -> None:
 
 def test_a_plan_has_the_node_command_for_each_machine(directory_store: Store) -> None:
     run = new_run(directory_store)
+    assert directory_store.identity is not None
     command = (
         sys.executable, "-m", "packtrain", "node", "job-1", "--store", directory_store.url,
         "--store-id", directory_store.identity, "--code", run.code_digest, "--address", "127.0.0.1",
     )  # fmt: skip
-    assert LocalFleet(LocalSettings(machines=3)).plan(run) == [LaunchPlan("this machine", command)] * 3
+    assert LocalFleet(LocalSettings(machines=Machines(3, 3))).plan(run) == [LaunchPlan("this machine", command)] * 3
 
 
 @pytest.mark.parametrize(

@@ -174,8 +174,8 @@ def test_a_run_survives_a_host_that_loses_its_power_or_resumes_when_it_is_back(n
 
     with ThreadPoolExecutor(2) as pool:
         assert list(pool.map(begin, (alone, both), ("1..2", "2"))) == [0, 0]
-    for store in (alone, both):
-        wait_until(lambda store=store: committed(newest(store)), "a commit")
+    wait_until(lambda: committed(newest(alone)), "a commit")
+    wait_until(lambda: committed(newest(both)), "a commit")
     network[2].kill()
     wait_until(newest(alone).result, "the run that can do without it")
     assert [one.cause for one in newest(alone).generations()] == ["start", "machine"]

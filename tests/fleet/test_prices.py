@@ -4,9 +4,9 @@ import json
 from datetime import date
 from pathlib import Path
 
-import boto3  # type: ignore[import-untyped]
+import boto3
 import pytest
-from botocore.stub import Stubber  # type: ignore[import-untyped]
+from botocore.stub import Stubber
 
 from packtrain.fleet import prices
 from packtrain.fleet.prices import PriceList, as_text, aws_prices, list_price, price_lists, updated

@@ -299,7 +299,7 @@ def test_requests_are_signed_as_a_strict_server_wants_it(
 def test_secrets_come_from_parameters_and_from_secrets_manager(
     moto_server: S3Server, machine: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    import boto3  # type: ignore[import-untyped]
+    import boto3
 
     use(moto_server, monkeypatch)
     client = {"endpoint_url": moto_server.endpoint, "region_name": "us-east-1"}

@@ -17,7 +17,7 @@ from packtrain.job.part import faults, is_name
 from packtrain.pack.bitext import BitextSource
 from packtrain.train.optimizer import AdamSettings
 from packtrain.train.schedule import ConstantSettings, NoamSettings, Phase
-from packtrain.units import Duration
+from packtrain.units import Duration, Machines
 
 RECIPE: Mapping[str, Any] = {
     "name": "en-de",
@@ -65,7 +65,7 @@ def test_the_job_of_a_recipe_is_typed_and_has_defaults() -> None:
     assert job.train.optimizer == AdamSettings(betas=(0.9, 0.997), epsilon=1e-9, decay=0.0)
     assert (job.train.precision, job.train.clip, job.train.seed) == ("auto", None, 1)
     assert (job.checkpoint.every, job.checkpoint.keep_last) == (Duration(300, "seconds"), 2)
-    assert (job.fleet.kind, job.fleet.workers) == (LocalSettings(machines=1), None)
+    assert (job.fleet.kind, job.fleet.workers) == (LocalSettings(machines=Machines(1, 1)), None)
     assert (job.store, job.code, job.environment, job.budget.dollars) == ("./store", ".", (), None)
 
 

@@ -237,7 +237,8 @@ def test_a_run_is_given_up_after_as_many_restarts_as_the_job_allows() -> None:
 
 def test_a_fatal_error_is_given_up_immediately_and_a_preemption_never() -> None:
     assert verdict(tried("start"), NodeReport(1, "number", "the loss is not finite", fatal=True), 0, 9) is not None
-    assert verdict(tried("start", *["program"] * 9), NodeReport(1, "preempted", "it leaves"), 0, 0) is None
+    failures: list[Cause] = ["program"] * 9
+    assert verdict(tried("start", *failures), NodeReport(1, "preempted", "it leaves"), 0, 0) is None
 
 
 def test_an_error_at_the_same_step_twice_is_given_up() -> None:

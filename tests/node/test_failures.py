@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 import os
+import shutil
 import threading
 import time
 from collections.abc import Callable
@@ -104,7 +105,7 @@ def test_a_program_keeps_running_when_a_commit_finds_the_disk_full(make: Make, m
     [node] = cluster.nodes
     assert node.group is not None
     (node.group.directories.checkpoints / "model").write_text("x")
-    monkeypatch.setattr(program_module.shutil, "copyfile", full)
+    monkeypatch.setattr(shutil, "copyfile", full)
     cluster.wait(5)
     assert node.is_working
     assert any("could not be committed: [Errno 28]" in text for text in told(cluster))
@@ -119,7 +120,7 @@ def test_a_program_whose_last_commit_finds_the_disk_full_has_not_finished(
     assert node.group is not None
     (node.group.directories.checkpoints / "model").write_text("x")
     with monkeypatch.context() as patch:
-        patch.setattr(program_module.shutil, "copyfile", full)
+        patch.setattr(shutil, "copyfile", full)
         cluster.end_workers(0)
         cluster.wait(5)
     assert cluster.run.result() is None
@@ -172,7 +173,7 @@ def test_a_leaving_node_does_not_wait_for_a_restore(make: Make, monkeypatch: pyt
             cluster.preempt(node)
         node.look()
         assert node.is_over
-        assert node.group is None
+        assert cluster.nodes[0].group is None
         result = cluster.run.result()
         assert (result is not None and result.status == "stopped") == (by == "stop")
     finally:
@@ -281,7 +282,7 @@ def test_a_machine_is_done_with_a_result_or_past_the_deadline_but_not_when_preem
     assert not second.has_done_its_part
     cluster.run.finish(Result("finished", "done", 1, 1.0))
     look_until_settled(first)
-    assert first.has_done_its_part
+    assert cluster.nodes[0].has_done_its_part
     second.deadline.close()  # or it would end this process
     cluster.now += 3600
-    assert second.has_done_its_part
+    assert cluster.nodes[1].has_done_its_part

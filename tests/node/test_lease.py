@@ -138,7 +138,7 @@ def test_a_renewal_that_raises_is_followed_by_another(
 ) -> None:
     lease = renewer(directory_store, tmp_path)
     with monkeypatch.context() as patch:
-        patch.setattr(Run, "renew", lambda *_: {}["x"])
+        patch.setattr(Run, "renew", lambda *_: {"y": 1}["x"])
         failed = lease.lease.renewal
         until(lambda: lease.lease.renewal > failed + 2)
     until(lambda: stored(directory_store).renewal > failed + 2)

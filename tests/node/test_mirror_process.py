@@ -7,7 +7,6 @@ from typing import Any
 
 import pytest
 
-from packtrain.node import mirror
 from packtrain.node.mirror import MirrorProcess
 from packtrain.run.records import Result
 from packtrain.store import Store
@@ -31,7 +30,7 @@ started: list[list[str]] = []
 @pytest.fixture
 def no_process(monkeypatch: pytest.MonkeyPatch) -> None:
     started.clear()
-    monkeypatch.setattr(mirror.subprocess, "Popen", FakeProcess)
+    monkeypatch.setattr(subprocess, "Popen", FakeProcess)
 
 
 @pytest.mark.usefixtures("no_process")

@@ -299,7 +299,8 @@ class Stepped:
 
     def end_workers(self, code: int) -> None:
         assert self.node.group is not None
-        self.node.group.launch.code = code  # type: ignore[attr-defined]
+        launch: Any = self.node.group.launch
+        launch.code = code
 
     def checkpoint(self, **files: str) -> None:
         for name, text in files.items():
@@ -356,7 +357,12 @@ def test_the_programs_directory_is_restored_once(
 ) -> None:
     restored = []
     original = ProgramCheckpoints.restore
-    monkeypatch.setattr(ProgramCheckpoints, "restore", lambda self: (restored.append(1), original(self))[0])
+
+    def restore(checkpoints: ProgramCheckpoints) -> None:
+        restored.append(1)
+        original(checkpoints)
+
+    monkeypatch.setattr(ProgramCheckpoints, "restore", restore)
     one = stepped(new_run(directory_store, program_job()))
     one.look(4)
     assert one.node.is_working

@@ -65,6 +65,7 @@ def test_a_source_is_asked_until_it_gives_notice_and_errors_are_ignored(capsys: 
 
 def test_a_notice_that_is_not_certain_does_not_hide_the_one_that_is(capsys: pytest.CaptureFixture[str]) -> None:
     risk, notice = PreemptionNotice("may be taken", certain=False), PreemptionNotice("will be taken", 120.0)
+    answers: Iterator[OSError | PreemptionNotice]
     answers = iter([OSError("no route"), OSError("no route"), risk, risk, notice])
 
     def ask() -> PreemptionNotice | None:

@@ -1,13 +1,14 @@
 from __future__ import annotations
 
 import os
+import shutil
 import threading
+import time
 from pathlib import Path
 
 import pytest
 
 from packtrain.job.job import CheckpointSettings
-from packtrain.node import program
 from packtrain.node.program import ProgramCheckpoints
 from packtrain.run.checkpoint import Superseded, committed, fetch
 from packtrain.run.run import Run
@@ -108,8 +109,8 @@ def test_a_directory_that_keeps_changing_is_not_committed(
         copies.append(source)
         write_files(tmp_path / "ckpt", {"b": b"x" * len(copies)})
 
-    monkeypatch.setattr(program.shutil, "copyfile", copy)
-    monkeypatch.setattr(program.time, "sleep", lambda _: None)
+    monkeypatch.setattr(shutil, "copyfile", copy)
+    monkeypatch.setattr(time, "sleep", lambda _: None)
     keeping.commit(1)
     assert committed(run) == []
     assert told.kinds() == ["warning"]
@@ -122,14 +123,14 @@ def test_a_directory_that_changes_once_is_committed_as_it_is_then(
     keeping = checkpoints(run, tmp_path / "ckpt")
     keeping.restore()
     write_files(tmp_path / "ckpt", {"a": b"1", "b": b"1"})
-    original = program.shutil.copyfile
+    original = shutil.copyfile
 
     def copy(source: Path, target: Path) -> None:
         original(source, target)
-        monkeypatch.setattr(program.shutil, "copyfile", original)
+        monkeypatch.setattr(shutil, "copyfile", original)
         write_files(tmp_path / "ckpt", {"a": b"two", "b": b"two"})
 
-    monkeypatch.setattr(program.shutil, "copyfile", copy)
+    monkeypatch.setattr(shutil, "copyfile", copy)
     keeping.commit(1)
     assert newest_files(run, tmp_path / "back") == {"a": b"two", "b": b"two"}
 

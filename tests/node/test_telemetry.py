@@ -150,7 +150,7 @@ def test_use_of_the_disk_and_of_the_network_is_measured_between_two_samples(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """By counters of this machine, whose other processes write, too; where it has none, as some containers, by 0."""
-    counts = {
+    counts: dict[str, SimpleNamespace | None] = {
         "net": SimpleNamespace(bytes_sent=1000, bytes_recv=0),
         "disk": SimpleNamespace(read_bytes=5, write_bytes=0),
     }
@@ -164,7 +164,7 @@ def test_use_of_the_disk_and_of_the_network_is_measured_between_two_samples(
     assert use.disk_written_bytes_per_second == pytest.approx(2 * use.received_bytes_per_second)
     assert use.received_bytes_per_second > 0
     assert use.disk_free_bytes > 0
-    counts.update(net=None, disk=None)  # type: ignore[arg-type]
+    counts.update(net=None, disk=None)
     assert sampler.sample().disk_written_bytes_per_second == 0
 
 

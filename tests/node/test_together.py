@@ -485,7 +485,7 @@ def test_a_commit_that_arrives_after_the_next_generation_has_started_is_withdraw
             cluster.kill(first)
             cluster.wait(LOST)
 
-    slow.fault = go_on_without_it  # type: ignore[assignment]
+    slow.fault = go_on_without_it
     with pytest.raises(Superseded, match="withdrawn"):
         commit(first.run, 40, 1, None, files)
     assert cluster.members() == [1]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -28,7 +29,7 @@ def workspace(run: Run, directory: Path, told: Told | None = None) -> Workspace:
     return made
 
 
-def started_from(source: Path, store: Store, **fields: object) -> Run:
+def started_from(source: Path, store: Store, **fields: Any) -> Run:
     origin = {"directory": str(source), "inode": source.stat().st_ino}
     return create_run(store, program_job(origin=origin, **fields), snapshot(source).archive, None)
 

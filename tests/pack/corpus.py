@@ -10,7 +10,7 @@ from packtrain.job.job import DataSettings, Job
 
 Pairs = Sequence[tuple[str, str]]
 
-GREETINGS: Pairs = [
+GREETINGS: list[tuple[str, str]] = [
     ("good morning", "guten Morgen"),
     ("good evening everybody", "guten Abend zusammen"),
     ("good night", "gute Nacht"),

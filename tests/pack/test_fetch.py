@@ -3,6 +3,7 @@ from __future__ import annotations
 import errno
 import json
 import os
+import shutil
 import socket
 import socketserver
 import subprocess
@@ -17,7 +18,6 @@ from threading import Thread
 
 import pytest
 
-import packtrain.pack.fetch as fetch
 from packtrain.errors import Mistake
 from packtrain.pack.fetch import local_copy, local_source
 from packtrain.pack.folder import FolderSource
@@ -393,7 +393,7 @@ def test_a_file_that_does_not_fit_on_the_disk_is_refused(web: Web, copy: Copy, m
     class Usage:
         free = 1000
 
-    monkeypatch.setattr(fetch.shutil, "disk_usage", lambda _path: Usage)
+    monkeypatch.setattr(shutil, "disk_usage", lambda _path: Usage)
     with pytest.raises(Mistake, match=r"3.1 MB needed, 1.0 kB free"):
         copy(f"{web.url}/train.de.gz")
 

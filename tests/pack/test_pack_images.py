@@ -257,7 +257,8 @@ def test_too_many_bad_images_stop_the_pack_unless_allowed(directory_store: Store
 
 
 def test_an_image_in_train_and_valid_causes_a_warning(directory_store: Store, tmp_path: Path) -> None:
-    source, said = classes_in(tmp_path / "train"), []
+    source = classes_in(tmp_path / "train")
+    said: list[str] = []
     packed(directory_store, None, said, train=[{"imagenet": source}], valid=[{"imagenet": source}])
     assert said[-1].startswith("warning: 12 samples of valid are also in train")
 
@@ -297,7 +298,8 @@ def test_an_interrupted_pack_resumes_with_the_shards_that_exist(
 
 
 def test_packing_again_does_nothing(directory_store: Store, tmp_path: Path) -> None:
-    train, said = [{"imagenet": classes_in(tmp_path / "train")}], []
+    train = [{"imagenet": classes_in(tmp_path / "train")}]
+    said: list[str] = []
     first = packed(directory_store, train=train)
     before = directory_store.list("")
     assert packed(directory_store, None, said, train=train) == first
@@ -325,7 +327,8 @@ def test_a_changed_member_of_a_zip_is_left_out(directory_store: Store, tmp_path:
 
 
 def test_what_is_not_a_sample_is_said(directory_store: Store, tmp_path: Path) -> None:
-    source, said = Path(classes_in(tmp_path / "train")), []
+    source = Path(classes_in(tmp_path / "train"))
+    said: list[str] = []
     (source / "__MACOSX").mkdir()
     (source / "a" / "Thumbs.db").write_bytes(b"?")
     (source / "b" / "deeper").mkdir()

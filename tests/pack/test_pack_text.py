@@ -52,7 +52,8 @@ def test_sources_end_with_eos_and_targets_also_start_with_bos() -> None:
     vocabulary = Vocabulary.fit(["one two three", "eins zwei"], 300)
     columns = encode(pairs, vocabulary, vocabulary, block_pairs=2).ragged
     sources = vocabulary.encode([pair.source for pair in pairs])
-    assert [row.tolist() for row in columns["source"]] == [[*row, EOS] for row in sources]
-    for row in columns["target"]:
-        assert (row[0], row[-1]) == (BOS, EOS)
+    rows = range(len(columns["source"]))
+    assert [columns["source"][row].tolist() for row in rows] == [[*source, EOS] for source in sources]
+    for row in rows:
+        assert (columns["target"][row][0], columns["target"][row][-1]) == (BOS, EOS)
     assert len(columns["target"]) == 3

@@ -48,6 +48,7 @@ def test_a_pack_holds_its_shards_its_vocabulary_and_its_manifest(any_store: Stor
 
 def test_the_manifest_has_the_size_and_hash_of_every_file(directory_store: Store, tmp_path: Path) -> None:
     manifest = quietly(job_of(tmp_path), directory_store)
+    assert manifest.vocabulary is not None
     files = [manifest.vocabulary, *(shard for split in manifest.splits.values() for shard in split.shards)]
     assert len(files) == 3
     for file in files:
@@ -108,7 +109,12 @@ def test_the_same_data_makes_the_same_bytes(tmp_path: Path) -> None:
 def test_the_manifest_is_written_last(directory_store: Store, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     keys: list[str] = []
     put = directory_store.put
-    monkeypatch.setattr(directory_store, "put", lambda key, data: (keys.append(key), put(key, data)))
+
+    def noted(key: str, data: bytes) -> None:
+        keys.append(key)
+        put(key, data)
+
+    monkeypatch.setattr(directory_store, "put", noted)
     manifest = quietly(job_of(tmp_path), directory_store)
     assert len(keys) == 6  # with a note for each shard
     assert keys[-1] == f"packs/{manifest.name}/manifest.json"
@@ -131,8 +137,13 @@ def test_an_interrupted_pack_resumes_with_the_shards_that_exist(
     assert not any(key.endswith("manifest.json") for key in objects(any_store))
 
     written: list[str] = []
+
+    def noted(key: str, data: bytes) -> None:
+        written.append(key)
+        put(key, data)
+
     with monkeypatch.context() as patch:
-        patch.setattr(any_store, "put", lambda key, data: (written.append(key), put(key, data)))
+        patch.setattr(any_store, "put", noted)
         quietly(job, any_store)
     assert not any(key.endswith("train-00000.safetensors") for key in written)
     untouched = open_store(str(tmp_path / "untouched"), create=True)

@@ -9,9 +9,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from PIL import Image, ImageCms
-from PIL.JpegImagePlugin import get_sampling
+from PIL.JpegImagePlugin import JpegImageFile, get_sampling
 
-import packtrain.pack.picture as picture
 from pack.pictures import difference, opened, photo, quarters, saved, with_size, ycck
 from packtrain.pack.picture import MAX_PIXELS, UnusableImage, to_tiled
 from packtrain.pack.tiles import find_segments
@@ -25,6 +24,11 @@ def reason_for(data: bytes) -> str:
     with pytest.raises(UnusableImage) as caught:
         to_tiled(data)
     return caught.value.reason
+
+
+def tables_of(image: Image.Image) -> dict[int, list[int]]:
+    assert isinstance(image, JpegImageFile)
+    return image.quantization
 
 
 def picture_of(data: bytes, short_side: int | None = None) -> Image.Image:
@@ -65,7 +69,7 @@ def test_a_jpeg_keeps_its_subsampling_its_tables_and_nearly_all_its_pixels(subsa
     data = saved(PHOTO, "JPEG", quality=83, subsampling=subsampling, progressive=progressive)
     kept = picture_of(data)
     assert get_sampling(kept) == subsampling
-    assert kept.quantization == opened(data).quantization
+    assert tables_of(kept) == tables_of(opened(data))
     assert "progressive" not in kept.info
     assert difference(kept, opened(data)) < 0.6
 
@@ -77,7 +81,7 @@ def test_a_rare_subsampling_becomes_4_4_4(sampling: str) -> None:
     data = simplejpeg.encode_jpeg(np.asarray(PHOTO), quality=90, colorsubsampling=sampling)
     kept = picture_of(data)
     assert SUBSAMPLINGS[get_sampling(kept)] == "4:4:4"
-    assert kept.quantization == opened(data).quantization
+    assert tables_of(kept) == tables_of(opened(data))
     assert difference(kept, opened(data)) < 1.5
 
 
@@ -361,7 +365,7 @@ def test_only_a_few_formats_are_ever_opened(monkeypatch: pytest.MonkeyPatch) -> 
         asked.append(options["formats"])
         return real(*arguments, **options)
 
-    monkeypatch.setattr(picture.Image, "open", open_image)
+    monkeypatch.setattr(Image, "open", open_image)
     to_tiled(JPEG)
     assert asked == [["JPEG", "PNG", "WEBP", "GIF", "BMP", "TIFF"]]
 

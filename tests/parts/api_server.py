@@ -95,24 +95,28 @@ def api_server() -> Iterator[ApiServer]:
 
         return answer
 
+    def delete_kept(request: kmock.Request) -> None:
+        assert request.resource is not None
+        servers[0].handler.objects[request.resource, request.namespace, None].delete()  # type: ignore[index]
+
     def forget(request: kmock.Request) -> None:
         """Undo what kmock does even in a dry run, and let the next reaction answer."""
-        servers[0].handler.objects[request.resource, request.namespace, None].delete()
+        delete_kept(request)
         raise NotImplementedError
 
     def review(request: kmock.Request) -> dict[str, Any]:
         wanted = request.data["spec"]["resourceAttributes"]
         assert wanted["namespace"] == NAMESPACE
-        servers[0].handler.objects[request.resource, request.namespace, None].delete()  # a review is not kept
+        delete_kept(request)  # a review is not kept
         return {"status": {"allowed": (wanted["verb"], wanted["resource"]) not in servers[0].forbidden}}
 
     async def serve() -> None:
         async with kmock.KubernetesEmulator() as handler, kmock.Server(handler) as server:
-            dry_run = kmock.params({"dryRun": "All"})
+            dry_run: Any = kmock.params({"dryRun": "All"})
             handler[dry_run] ** 1 << forget
             handler[dry_run] ** -1 << {}
             for kind in _KINDS:
-                handler.resources[kind] = {}
+                handler.resources[kind] = kmock.ResourceInfo()
                 handler[kmock.action.LIST, kmock.resource(kind)] ** -1 << listing(kind)
             handler["post /apis/authorization.k8s.io/v1/selfsubjectaccessreviews"] << review
             servers.append(ApiServer(handler, str(server.url).rstrip("/")))

@@ -21,7 +21,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-import boto3  # type: ignore[import-untyped]
+import boto3
 
 from packtrain.fleet.cloud import label_of
 from packtrain.run.run import Run

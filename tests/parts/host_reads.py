@@ -21,7 +21,7 @@ class HostReads(TorchDispatchMode):
     """
 
     def __init__(self, on_host: Iterable[Tensor] = ()) -> None:
-        super().__init__()
+        super().__init__()  # type: ignore[no-untyped-call]
         self.found: list[str] = []
         self._on_host = list(on_host)
         self._patches = [patch.object(Tensor, name, self._counted(name)) for name in ("tolist", "cpu", "numpy")]
@@ -39,11 +39,11 @@ class HostReads(TorchDispatchMode):
     def __enter__(self) -> HostReads:
         for one in self._patches:
             one.start()
-        super().__enter__()
+        super().__enter__()  # type: ignore[no-untyped-call]
         return self
 
     def __exit__(self, *error: Any) -> None:
-        super().__exit__(*error)
+        super().__exit__(*error)  # type: ignore[no-untyped-call]
         for one in self._patches:
             one.stop()
 

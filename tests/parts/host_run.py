@@ -9,6 +9,7 @@ import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -88,8 +89,11 @@ class HostRun:
             assert node.wait(60) == 0, name
 
     def assert_nothing_left(self) -> None:
+        def is_idle(host: Host) -> bool:
+            return not host.processes()
+
         for host in self.network:
-            wait_until(lambda host=host: not host.processes(), f"all processes of {host.name} to end", 60)
+            wait_until(partial(is_idle, host), f"all processes of {host.name} to end", 60)
             assert list((host.home / "cache" / "nodes").iterdir()) == [], host.name
 
 

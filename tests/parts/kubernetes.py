@@ -18,6 +18,7 @@ import uuid
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -157,7 +158,7 @@ def kubernetes(scratch: Path, count: int = 2) -> Iterator[KubernetesCluster]:
             _start_kubelet(cluster, node)
         _create_namespace(cluster)
         for node in cluster.nodes:
-            _wait(cluster, lambda node=node: _is_ready(cluster, node), f"{node.name} to be ready")
+            _wait(cluster, partial(_is_ready, cluster, node), f"{node.name} to be ready")
         yield cluster
 
 

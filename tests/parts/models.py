@@ -22,7 +22,8 @@ from packtrain.run.code import archive
 from packtrain.run.run import Run, create_run
 from packtrain.store import Store, open_store
 from packtrain.system import sha256_of
-from packtrain.train.state import MODEL_FILE, STATE_FILE, Description, Progress, versions
+from packtrain.train.progress import Progress
+from packtrain.train.state import MODEL_FILE, STATE_FILE, Description, versions
 
 
 def packed_run(folder: Path, job: Job) -> Run:

@@ -34,7 +34,7 @@ class S3Server:
 
     def client(self) -> Any:
         """Amazon's own client, which shows what ours cannot."""
-        import boto3  # type: ignore[import-untyped]
+        import boto3
 
         return boto3.client(
             "s3",

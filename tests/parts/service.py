@@ -5,7 +5,7 @@ from __future__ import annotations
 import socket
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 
@@ -31,7 +31,7 @@ class RunningService:
         return next(float(line.rpartition(" ")[2]) for line in lines if line.rpartition(" ")[0] == name)
 
 
-def wait_until(condition, what: str, seconds: float = 30.0) -> None:  # type: ignore[no-untyped-def]
+def wait_until(condition: Callable[[], object], what: str, seconds: float = 30.0) -> None:
     end = time.monotonic() + seconds
     while not condition():
         assert time.monotonic() < end, f"waited in vain: {what}"

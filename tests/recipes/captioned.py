@@ -35,7 +35,8 @@ def captions_of(color: str, shape: str) -> list[str]:
 
 def write_set(folder: Path, things: Sequence[tuple[str, str]], name: str = "set") -> list[str]:
     """Write images of colored shapes in COCO's layout; return the paths for a job."""
-    images, annotations = [], []
+    images: list[dict[str, Any]] = []
+    annotations: list[dict[str, Any]] = []
     (folder / name).mkdir(parents=True)
     for number, (color, shape) in enumerate(things):
         image = Image.new("RGB", (40, 36 + number % 3), "white")

@@ -130,7 +130,7 @@ class Operations(TorchDispatchMode):
     """Records the operations on numbers that are not whole, also those of the backward pass."""
 
     def __init__(self) -> None:
-        super().__init__()
+        super().__init__()  # type: ignore[no-untyped-call]
         self.names: set[str] = set()
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -318,7 +318,7 @@ def steps(engine: Engine, recipe: Recipe) -> list[Tensor]:
 
 @pytest.fixture(scope="module")
 def group_of_one() -> Iterator[None]:
-    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)  # type: ignore[attr-defined]
     yield
     dist.destroy_process_group()
 

@@ -109,7 +109,7 @@ def gradients(recipe: Caption, model: nn.Module, shares: list[Ids]) -> tuple[flo
     total = 0.0
     for ids in shares:
         loss = recipe.loss(model, tensors(recipe, ids))
-        loss.backward()  # type: ignore[no-untyped-call]
+        loss.backward()
         total += loss.item()
     return total, [torch.zeros(()) if one.grad is None else one.grad.clone() for one in model.parameters()]
 

@@ -103,8 +103,8 @@ def test_notes_say_how_many_prompts_and_replies_are_truncated(make_chat: Callabl
 def test_the_loss_is_a_sum_over_real_tokens_without_padding(chat: Chat) -> None:
     model = model_of(chat)
     with torch.no_grad():
-        model.output.weight.zero_()
-    pieces = len(model.output.weight)
+        model.get_parameter("output.weight").zero_()
+    pieces = len(model.get_parameter("output.weight"))
     for ids in (np.arange(len(PAIRS)), np.arange(1), np.array([2, 5])):
         batch = {name: torch.from_numpy(rows) for name, rows in chat.batch(ids, 0).items()}
         assert chat.loss(model, batch).item() == pytest.approx(chat.costs[ids].sum() * math.log(pieces), rel=1e-5)

@@ -23,7 +23,7 @@ def logits(model: nn.Module, source: list[int], target: list[int]) -> Tensor:
 
 def test_the_final_residual_adds_the_embedding_to_the_normed_states() -> None:
     model = model_of()
-    captured = {}
+    captured: dict[str, Tensor] = {}
     model.output.register_forward_pre_hook(lambda _, inputs: captured.update(hidden=inputs[0]))
     model.decoder_norm.register_forward_hook(lambda _, __, output: captured.update(normed=output))
     logits(model, [5, 6, EOS], [BOS, 7, 8])

@@ -2,7 +2,7 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from itertools import islice
 from pathlib import Path
 from typing import Any
@@ -17,7 +17,7 @@ from pack.pictures import photo, quarters, saved, with_size
 from packtrain.data.images import random_crop
 from packtrain.data.loader import Position, rank_batches
 from packtrain.data.order import Ids, share
-from packtrain.data.pack import Pack
+from packtrain.data.pack import Pack, SplitReader
 from packtrain.errors import FieldMistake, Mistake
 from packtrain.job import Job
 from packtrain.pack.build import PlainProgress
@@ -33,13 +33,13 @@ from packtrain.recipes import (
     check_recipe,
     recipe_class,
 )
-from packtrain.recipes.classify import EVALUATION_BATCH, read_words, top_prediction
+from packtrain.recipes.classify import EVALUATION_BATCH, Classify, read_words, top_prediction
 from packtrain.recipes.recipe import training_order
 from packtrain.recipes.resnet import normalize
 from packtrain.store import open_store
 from parts.models import with_files
 
-MakeClassify = Callable[..., Recipe]
+MakeClassify = Callable[..., Classify]
 CLASSES = ("ape", "bee", "cat", "dog", "elk", "fox", "gnu")
 TRAIN, VALID = 21, 150  # more than two batches of an evaluation
 NO_DATA: dict[str, Any] = {"train": [{"imagenet": ["train"]}]}
@@ -72,10 +72,12 @@ def make(raw: dict[str, Any], tmp_path_factory: pytest.TempPathFactory) -> MakeC
     folder = tmp_path_factory.mktemp("packs")
     store = open_store(str(folder / "store"), create=True)
 
-    def make(data: dict[str, Any] | None = None, **sections: Any) -> Recipe:
+    def make(data: dict[str, Any] | None = None, **sections: Any) -> Classify:
         job = job_of({**raw, **(data or {})}, **sections)
         manifest = pack(job.name, job.data, store, InProcess(), PlainProgress(lambda _: None))
-        return recipe_class("classify")(with_files(job, store), Pack(store, manifest.name, folder / "cache"))
+        recipe = recipe_class("classify")(with_files(job, store), Pack(store, manifest.name, folder / "cache"))
+        assert isinstance(recipe, Classify)
+        return recipe
 
     return make
 
@@ -87,7 +89,7 @@ def model_of(recipe: Recipe) -> nn.Module:
     for name, value in model.named_parameters():
         if name.endswith("bn2.weight"):
             nn.init.ones_(value)
-    nn.init.normal_(model.fc.weight)
+    nn.init.normal_(model.get_parameter("fc.weight"))
     return model.eval()
 
 
@@ -101,7 +103,7 @@ def tensors(recipe: Recipe, ids: Ids, epoch: int = 0) -> Batch:
 def test_a_batch_has_bytes_of_pixels_and_labels(make: MakeClassify) -> None:
     recipe = make()
     batch = recipe.batch(np.array([3, 0, 20]), 0)
-    assert (batch["pixels"].shape, batch["pixels"].dtype) == ((3, 32, 32, 3), np.uint8)
+    assert (batch["pixels"].shape, batch["pixels"].dtype) == ((3, 32, 32, 3), np.dtype(np.uint8))
     assert batch["label"].tolist() == [1, 0, 6]  # three of each class, in the order of the classes
     assert recipe.costs.tolist() == [1] * TRAIN
 
@@ -137,7 +139,12 @@ def test_images_come_from_the_smallest_copy_that_is_large_enough(make: MakeClass
     recipe = make({"sizes": [30, 20]}, train={"size": size})
     opened: list[str] = []
     split = recipe.pack.split
-    recipe.pack.split = lambda name: (opened.append(name), split(name))[1]  # type: ignore[method-assign]
+
+    def noted(name: str) -> SplitReader:
+        opened.append(name)
+        return split(name)
+
+    recipe.pack.split = noted  # type: ignore[method-assign]
     recipe.batch(np.arange(2), 0)
     assert set(opened) == {copy}
 
@@ -147,7 +154,12 @@ def test_shards_are_fetched_ahead_from_the_copy_in_use(make: MakeClassify) -> No
     reader = recipe.pack.split("train@20")
     orders: list[list[int]] = []
     prefetched = reader.prefetched
-    reader.prefetched = lambda order: (orders.append(list(order)), prefetched(order))[1]  # type: ignore[method-assign]
+
+    def noted(order: Sequence[int]) -> Any:
+        orders.append(list(order))
+        return prefetched(order)
+
+    reader.prefetched = noted  # type: ignore[method-assign]
     with recipe.prefetch(np.arange(4), 0):
         recipe.batch(np.arange(2), 0)
         recipe.batch(np.arange(2, 4), 0)
@@ -160,7 +172,7 @@ def test_shards_are_fetched_ahead_from_the_copy_in_use(make: MakeClassify) -> No
 def test_the_loss_is_a_sum_over_the_samples(make: MakeClassify) -> None:
     recipe = make(train={"label_smoothing": 0.1})
     model = recipe.build_model().eval()
-    nn.init.zeros_(model.fc.weight)  # every class is as likely as any other
+    nn.init.zeros_(model.get_parameter("fc.weight"))  # every class is as likely as any other
     for ids in (np.arange(5), np.arange(1)):
         loss = recipe.loss(model, tensors(recipe, ids)).item()
         assert loss == pytest.approx(len(ids) * math.log(len(CLASSES)), rel=1e-5)

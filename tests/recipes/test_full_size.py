@@ -15,7 +15,7 @@ from torch import nn
 
 from pack.corpus import GREETINGS, write_pairs
 from pack.rawsets import class_tars, numbered, picture, tar, write
-from packtrain.data.pack import GIVEN, Pack
+from packtrain.data.pack import Pack
 from packtrain.job import Job
 from packtrain.pack.build import PlainProgress
 from packtrain.pack.packing import pack
@@ -23,6 +23,7 @@ from packtrain.pack.workers import InProcess
 from packtrain.recipes import Recipe, recipe_class, recipe_defaults
 from packtrain.recipes.images import RESNETS
 from packtrain.recipes.resnet import ResNet
+from packtrain.run.inputs import GIVEN
 from packtrain.start import load
 from packtrain.store import open_store
 from packtrain.system import sha256_of

@@ -8,7 +8,6 @@ from pathlib import Path
 
 import pytest
 import torch
-from published import FOLDER, SHOWN, numbers, picture, published
 from safetensors.torch import save_file
 from torch import Tensor, nn
 from torch.nn.functional import conv2d
@@ -19,6 +18,7 @@ from packtrain.recipes.classify import SIZES
 from packtrain.recipes.images import RESNETS, ResNetShape
 from packtrain.recipes.pretrained import PIXELS, fit_pretrained, load_pretrained, read_fit, resnet_shapes
 from packtrain.recipes.resnet import ResNet
+from recipes.published import FOLDER, SHOWN, numbers, picture, published
 
 SMALL = ResNetShape("basic", (1, 1), 8, "small")
 
@@ -167,7 +167,8 @@ def test_pixels_that_were_normalized_otherwise_give_the_same_inside_of_an_image(
         norm = nn.BatchNorm2d(8).eval()
         norm.load_state_dict({name: weights[f"bn1.{name}"] for name in norm.state_dict() if f"bn1.{name}" in weights},
                              strict=False)  # fmt: skip
-        return norm(out)
+        normed: Tensor = norm(out)
+        return normed
 
     given, folded = (load_pretrained(path, SMALL, None, kind) for kind in ("imagenet", pixels))
     assert torch.allclose(stem(folded, "imagenet"), stem(given, pixels), atol=1e-5)

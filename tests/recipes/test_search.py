@@ -251,7 +251,7 @@ def test_a_sample_depends_on_the_seed_and_its_number_alone(make_model: MakeModel
     assert drawn == search(model, SOURCES, 1, nucleus=0.9, temperature=2.0, seed=5)
     assert drawn != search(model, SOURCES, 1, nucleus=0.9, temperature=2.0, seed=6)
     for number in (2, 4):
-        options = {"nucleus": 0.9, "temperature": 2.0, "seed": 5, "numbers": [number]}
+        options: dict[str, Any] = {"nucleus": 0.9, "temperature": 2.0, "seed": 5, "numbers": [number]}
         assert search(model, SOURCES[number : number + 1], 1, **options) == [drawn[number]]
 
 

@@ -81,8 +81,8 @@ def test_samples_are_sorted_by_their_longer_side_then_by_the_difference(recipe: 
 def test_the_loss_is_a_sum_over_as_many_tokens_as_the_batch_costs(recipe: Recipe) -> None:
     model = model_of(recipe)
     with torch.no_grad():
-        model.embedding.weight.zero_()  # every piece is as likely as any other
-    pieces = len(model.embedding.weight)
+        model.get_parameter("embedding.weight").zero_()  # every piece is as likely as any other
+    pieces = len(model.get_parameter("embedding.weight"))
     for ids in (EVERYTHING, EVERYTHING[:1], EVERYTHING[2:5]):
         loss = recipe.loss(model, tensors(recipe, ids)).item()
         assert loss == pytest.approx(recipe.costs[ids].sum() * math.log(pieces), rel=1e-5)

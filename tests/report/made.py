@@ -46,7 +46,7 @@ def trained(step: int, loss: float = 4.0, generation: int = 1, **seconds: float)
 def steps_of(count: int = 400, loss: Callable[[int], float] = falling, **seconds: float) -> list[Point]:
     """Return steps whose losses scatter a little, always in the same way."""
     noise = np.random.default_rng(1)
-    return [trained(step, loss(step) + float(noise.normal(0, 0.05)), **seconds) for step in range(1, count + 1)]
+    return [trained(step, loss(step) + float(noise.normal(0, 0.05)), 1, **seconds) for step in range(1, count + 1)]
 
 
 def evaluations_of(

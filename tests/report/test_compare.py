@@ -148,7 +148,7 @@ def verdict_of(one: ComparedRun, two: ComparedRun, *more: ComparedRun, **tests: 
     return gap.verdict, gap.better, gap.decided
 
 
-OTHER = {"train": {"clip": 2.0}}
+OTHER: dict[str, Any] = {"train": {"clip": 2.0}}
 
 
 def test_scores_that_differ_less_than_the_last_evaluations_vary_are_within_noise() -> None:

@@ -90,7 +90,8 @@ def test_one_step_or_a_program_shows_no_pace() -> None:
 )
 def test_the_last_step_is_known_of_steps_and_epochs(duration: str, goal: int | None, done: float) -> None:
     job, last = recipe_job(train={"duration": duration}), steps((4, 4.0))[0]
-    assert (goal_step(job, last), share_done(job, last)) == (goal, pytest.approx(done))
+    assert goal_step(job, last) == goal
+    assert share_done(job, last) == pytest.approx(done)
     assert goal_step(job, None) == (100 if "steps" in duration else None)
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from pathlib import Path
+from typing import Any, Literal
 
 from hypothesis import given
 from hypothesis import strategies as st
@@ -16,6 +17,7 @@ from packtrain.report.findings import QUESTIONS, findings_of
 from packtrain.report.markdown import markdown
 from packtrain.report.render import render
 from packtrain.run.checkpoint import commit
+from packtrain.run.chunks import ChunkWriter
 from packtrain.run.records import Event, Point, Result, Telemetry, TelemetrySample, TimeSpent
 from packtrain.run.run import Run, create_run
 from packtrain.store import Store
@@ -27,15 +29,16 @@ from report.pages import Page
 def a_run(store: Store, folder: Path) -> Run:
     """Return a run with something in every part of its folder."""
     run = create_run(store, job_of(folder), b"", "greetings-abc")
-    for writer, records in (
+    parts: tuple[tuple[ChunkWriter[Any], list[Any]], ...] = (
         (run.point_writer("0"), steps_of(30)),
         (run.event_writer("0"), [Event(2.0, "checkpoint", "second", 1), Event(1.0, "generation", "first", 1)]),
         (run.time_spent_writer("0"), [TimeSpent(1003.0, 1, 0, 30, {"forward": 3.0})]),
         (run.telemetry_writer("a"), [TelemetrySample(1001.0, "a", Telemetry(cpu_fraction=0.5))]),
-    ):
+    )
+    for writer, records in parts:
         for record in records:
-            writer.append(record)  # type: ignore[attr-defined]
-        writer.flush()  # type: ignore[attr-defined]
+            writer.append(record)
+        writer.flush()
     run.propose(a_generation(1, "a", workers=2))
     run.renew(a_lease("a", left=True))
     state = b'{"recipe": "translate", "versions": {"torch": "2.13.0"}}'
@@ -103,8 +106,9 @@ ANY_SECONDS = st.floats(-1e15, 1e15)
 @st.composite
 def any_points(draw: st.DrawFn) -> list[Point]:
     points = []
+    kinds: list[Literal["train", "valid", "start", "test"]] = ["train", "valid", "start", "test"]
     for step in draw(st.lists(st.integers(0, 60), max_size=40)):
-        kind = draw(st.sampled_from(["train", "valid", "start", "test"]))
+        kind = draw(st.sampled_from(kinds))
         values = {"loss": draw(ANY_NUMBER), "bleu": draw(ANY_NUMBER)}
         if kind == "train":
             spans = {f"{span}_seconds": draw(ANY_SECONDS) for span in ("data", "forward", "wait", "evaluation", "step")}

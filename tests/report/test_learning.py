@@ -243,7 +243,7 @@ def rate_of(schedule: dict[str, object], **train: object) -> str:
 
 
 def test_every_schedule_is_told_in_words() -> None:
-    noam = {"noam": {"warmup": "400 steps", "scale": 2.0}}
+    noam: dict[str, object] = {"noam": {"warmup": "400 steps", "scale": 2.0}}
     assert "rises linearly for 400 steps, then falls with the inverse square root of the step" in rate_of(noam)
     assert "2 divided by the square root of the model's width" in rate_of(noam)
     assert "the peak is 0.003" in rate_of({"noam": {"warmup": "400 steps", "peak": 0.003}})

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -21,6 +22,11 @@ VERSIONS = {"packtrain": "1.0-abc", "python": "3.12.1", "torch": "2.13.0", "cuda
 
 def tables_of(finding: Finding) -> list[Rows]:
     return [one for one in finding.figures if isinstance(one, Rows)]
+
+
+def pairs_of(table: Rows) -> dict[str, str]:
+    rows: Any = table.rows
+    return dict(rows)
 
 
 def machine(name: str, **fields: object) -> Lease:
@@ -87,7 +93,7 @@ def test_a_run_is_repeated_with_its_pack_and_its_digests() -> None:
     found = reproduce(evidence)
     command = next(one for one in found.figures if isinstance(one, Text))
     assert command.text == "packtrain run job.yaml --set data.pack=job-abc"
-    assert dict(tables_of(found)[0].rows) == {
+    assert pairs_of(tables_of(found)[0]) == {
         "job": f"sha256 {'1' * 64}", "job and code": f"sha256 {'2' * 64}", "data": "job-abc",
         "fleet": "2 machines, 4 workers in all", "seed": "1",
     }  # fmt: skip
@@ -101,11 +107,11 @@ def test_a_run_on_gpus_says_whether_it_was_exact() -> None:
     ):
         job = recipe_job(train={"exact": exact})
         found = reproduce(evidence_of(steps_of(), job, leases=[lease]))
-        assert dict(tables_of(found)[0].rows)["kernels"] == row
+        assert pairs_of(tables_of(found)[0])["kernels"] == row
         assert words in found.answer
     on_cpus = reproduce(evidence_of(steps_of(), job, leases=[a_lease("a")]))
     assert "bit for bit" in on_cpus.answer, "on CPUs it makes no difference"
-    assert "kernels" not in dict(tables_of(on_cpus)[0].rows)
+    assert "kernels" not in pairs_of(tables_of(on_cpus)[0])
 
 
 def test_the_job_is_shown_as_it_was_written_with_what_was_set_on_top() -> None:

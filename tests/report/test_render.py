@@ -12,7 +12,7 @@ from pack.corpus import job_of
 from packtrain.job import Job
 from packtrain.report import report_page, report_url, write_report
 from packtrain.report.evidence import Evidence
-from packtrain.report.finding import Chart, Finding, Rows, Shares, Text
+from packtrain.report.finding import Chart, Finding, Rows, Shares, Text, Verdict
 from packtrain.report.findings import findings_of
 from packtrain.report.goodput import Goodput
 from packtrain.report.page import Series
@@ -114,7 +114,7 @@ def test_answers_come_before_everything_else_and_open_to_their_evidence(run: Run
 
 
 def test_every_verdict_has_a_mark_and_a_word(run: Run) -> None:
-    verdicts = ("good", "note", "bad", "unknown")
+    verdicts: tuple[Verdict, ...] = ("good", "note", "bad", "unknown")
     findings = [Finding(one, "model", "A question?", "An answer.", one) for one in verdicts]
     evidence = Evidence(run.job, summary_of(run, "running", [], None))
     text = "".join(Page(render(evidence, findings)).text)

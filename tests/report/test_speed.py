@@ -177,7 +177,8 @@ def test_the_slowest_rank_decides_about_loading() -> None:
     spent = spent_of({0: SPANS, 1: {**SPANS, "data": 0.3}})
     found = data_loading(evidence_of(steps_of(), spent=spent))
     assert found is not None
-    assert (found.verdict, found.numbers["data_share"]) == ("bad", pytest.approx(0.75))
+    assert found.verdict == "bad"
+    assert found.numbers["data_share"] == pytest.approx(0.75)
 
 
 # The network.
@@ -324,7 +325,7 @@ def test_slow_steps_are_explained_by_what_grew() -> None:
         50: {"evaluation": 3.0}, 60: {"save": 1.0}, 70: {"wait": 2.0}, 80: {"data": 1.0}, 90: {"communication": 1.0},
         100: {"forward": 1.0}, 1: {"start": 9.0}, 2: {"backward": 4.0},
     }  # fmt: skip
-    points = [trained(step, **odd.get(step, {})) for step in range(1, 201)]
+    points = [trained(step, 4.0, 1, **odd.get(step, {})) for step in range(1, 201)]
     assert slow_table(points, workers=TWO_MACHINES) == {
         "startup": "1",
         "compilation or warm-up: the first steps, or another size": "1",

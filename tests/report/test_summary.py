@@ -117,7 +117,7 @@ def logged(step: int, generation: int = 1, **values: float) -> Point:
 
 def test_a_program_that_logs_has_steps_a_loss_a_speed_and_its_own_numbers(program: Run) -> None:
     points = [logged(step, loss=10.0 - step, lr=0.5) for step in range(1, 5)]
-    points += [Point("log", 1, 0, 1.0, {"parameters": 7.0}), logged(2, loss=8.0, **{"val/loss": 9.0})]
+    points += [Point("log", 1, 0, 1.0, {"parameters": 7.0}), logged(2, 1, loss=8.0, **{"val/loss": 9.0})]
     found = summary_of(program, "running", points, None)
     assert (found.step, found.progress, found.unit, found.units_per_second) == (4, "4", "steps", 2.0)
     assert (found.loss, found.rate, found.headline) == (7.5, 0.5, "val/loss 9.00")

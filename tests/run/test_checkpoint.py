@@ -115,7 +115,7 @@ def test_a_generation_that_is_superseded_during_the_upload_commits_nothing(
         if operation == "put_file":
             Run(directory_store, "job-1").propose(a_generation(2))
 
-    store.fault = supersede  # type: ignore[assignment]
+    store.fault = supersede
     with pytest.raises(Superseded):
         save(run, tmp_path, step=1)
     assert committed(run) == []

@@ -298,7 +298,8 @@ def test_a_flusher_complains_about_an_absent_store_and_keeps_trying(directory_st
 
 def test_closing_a_flusher_flushes_the_rest_and_returns_whether_it_succeeded(directory_store: Store) -> None:
     store = FaultyStore(directory_store)
-    writing, complaints = writer(store), []
+    writing = writer(store)
+    complaints: list[object] = []
     store.refuse("put")
     flusher = Flusher([writing], complaints.append, seconds=60)
     note(writing, 1)

@@ -71,7 +71,7 @@ def test_the_same_files_give_the_same_bytes_whatever_their_times_and_order(tmp_p
 def test_the_commit_of_code_is_known_and_how_many_files_have_changed(repository: Path) -> None:
     write_files(repository, {"train.py": b"", "lib/model.py": b""})
     assert git_commit(repository) == ("", 0), "nothing is committed yet"
-    git = ["git", "-C", repository, "-c", "user.name=me", "-c", "user.email=me@here"]
+    git = ["git", "-C", str(repository), "-c", "user.name=me", "-c", "user.email=me@here"]
     subprocess.run([*git, "add", "."], check=True)
     subprocess.run([*git, "commit", "-qm", "first"], check=True)
     commit = subprocess.run([*git, "rev-parse", "HEAD"], check=True, capture_output=True, text=True).stdout.strip()
@@ -83,7 +83,7 @@ def test_the_commit_of_code_is_known_and_how_many_files_have_changed(repository:
 
 def test_asking_for_the_commit_runs_no_program_of_the_repository(repository: Path, tmp_path: Path) -> None:
     write_files(repository, {"train.py": b"", ".gitattributes": b"*.py filter=evil\n"})
-    git = ["git", "-C", repository, "-c", "user.name=me", "-c", "user.email=me@here"]
+    git = ["git", "-C", str(repository), "-c", "user.name=me", "-c", "user.email=me@here"]
     subprocess.run([*git, "add", "."], check=True)
     subprocess.run([*git, "commit", "-qm", "first"], check=True)
     for key in ("filter.evil.clean", "core.fsmonitor"):

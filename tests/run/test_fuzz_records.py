@@ -239,7 +239,7 @@ def ran(store: str, arguments: Sequence[str]) -> tuple[int, str, str]:
         sys.argv = before
     for stream in (output, errors):
         stream.flush()
-    written = [stream.buffer.getvalue().decode() for stream in (output, errors)]  # type: ignore[attr-defined]
+    written = [stream.buffer.getvalue().decode() for stream in (output, errors)]
     assert isinstance(code, int)
     return code, *written  # type: ignore[return-value]
 
@@ -316,7 +316,7 @@ def test_every_record_type_is_stored_with_every_field(fuzzed: Fuzzed) -> None:
     stored = [json.dumps(part) for parts in documents(fuzzed).values() for part in parts]
     kinds = [kind for kind in vars(records).values() if is_dataclass(kind) and kind.__module__ == records.__name__]
     for kind in kinds:
-        names = [field.name for field in fields(kind)]  # type: ignore[arg-type]
+        names = [field.name for field in fields(kind)]
         assert any(all(f'"{name}":' in text for name in names) for text in stored), kind
 
 

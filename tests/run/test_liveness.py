@@ -15,6 +15,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from packtrain.errors import PacktrainError
 from packtrain.node.directory import NodeDirectory
 from packtrain.run.liveness import (
     DOUBT_SECONDS,
@@ -124,7 +125,7 @@ def test_age_is_judged_by_the_readers_clock_alone(looks: list[tuple[float, int, 
 # States by watching.
 
 
-def quick_state(run: Run) -> State:
+def quick_state(run: Run) -> State | PacktrainError:
     return watch_states([run], seconds=0.6, poll_seconds=0.025)[0]
 
 
@@ -231,7 +232,7 @@ class Watched:
 
     names: list[str] = field(default_factory=list)
 
-    def __call__(self, runs: Sequence[Run]) -> list[State]:
+    def __call__(self, runs: Sequence[Run]) -> list[State | PacktrainError]:
         self.names.extend(run.name for run in runs)
         return ["interrupted"] * len(runs)
 

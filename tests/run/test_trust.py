@@ -5,6 +5,7 @@ from __future__ import annotations
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -124,7 +125,7 @@ def test_a_job_that_was_changed_in_the_store_is_not_resumed(tmp_path: Path, monk
 
 @pytest.mark.parametrize("fields", [{"environment": ["TOKEN"]}, {"fleet": {"ssh": {"hosts": ["gpu-a"]}}}])
 def test_a_job_of_somebody_else_that_names_machines_or_variables_is_not_resumed_unasked(
-    directory_store: Store, fields: dict[str, object]
+    directory_store: Store, fields: dict[str, Any]
 ) -> None:
     done = packtrain("resume", new_run(directory_store, recipe_job(**fields)))
     assert done.returncode == 2

@@ -10,6 +10,7 @@ import subprocess
 import sys
 import threading
 import time
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from pathlib import Path
@@ -105,6 +106,7 @@ def test_a_link_that_appears_between_two_calls_of_the_system_is_not_followed(
     swapping.start()
     try:
         for _ in range(1500):
+            use: Callable[[], object]
             for use in (lambda: directory_store.put("a/b", b"1"), lambda: directory_store.delete("a/b")):
                 with suppress(StoreError):
                     use()

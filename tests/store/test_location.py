@@ -25,7 +25,7 @@ def test_a_directory_store_has_an_absolute_url_and_is_made_only_on_request(
         assert caught.value.exit_code == EXIT_NOT_FOUND
     assert not (tmp_path / "new").exists()
     open_store("new/store", create=True)
-    assert store.list() == store.folders("") == []
+    assert (store.list(), store.folders("")) == ([], [])
     store.put("a", b"1")
     assert open_store(f"file://{tmp_path}/new/store").get("a") == b"1"
     assert open_store((tmp_path / "new/store").as_uri().replace("new", "%6eew")).get("a") == b"1"

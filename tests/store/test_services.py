@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
@@ -90,6 +90,7 @@ def test_a_missing_bucket_and_wrong_keys_are_told_apart(
     service.enter(monkeypatch)
     scheme = "gs" if server == "google_server" else "az"
     store = open_store(f"{scheme}://no-such-bucket/prefix")
+    use: Callable[[], object]
     for use in (lambda: store.exists("a"), lambda: store.put("a", b""), store.list):
         with pytest.raises(StoreError, match=r"(bucket|container) not found; create it or correct its name"):
             use()

@@ -15,6 +15,7 @@ from typer.testing import CliRunner
 
 from packtrain.cli import app
 from packtrain.errors import Mistake, NotFound
+from packtrain.fleet.ssh import SshSettings
 from packtrain.job.changes import changed_job
 from packtrain.job.kinds import FLEETS, kind_class
 from packtrain.pack.build import PlainProgress
@@ -240,6 +241,7 @@ def test_a_run_gets_its_part_of_the_fleet_before_it_starts(directory_store: Stor
     run, part = new_run(directory_store, job), job.fleet.kind.divided(None)[1]
     changed, _ = changed_job(run.job_data, moved(run, part))
     assert changed.fleet == job.fleet.model_copy(update={"kind": part})
+    assert isinstance(changed.fleet.kind, SshSettings)
     assert changed.fleet.kind.hosts == ("c", "d")
     assert moved(run, job.fleet.kind) == moved(run, None) == []
 

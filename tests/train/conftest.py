@@ -7,9 +7,9 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from forking import WorkerForker
 
 from packtrain.train.control import STOP_SIGNALS, Control
+from train.forking import WorkerForker
 
 
 @pytest.fixture(scope="session")

@@ -39,7 +39,7 @@ class WorkerForker:
             env={
                 **os.environ,
                 "OMP_NUM_THREADS": "1",
-                "PYTHONPATH": f"{here.parent}:{here.parent.parent}:{os.environ.get('PYTHONPATH', '')}",
+                "PYTHONPATH": f"{here.parent.parent}:{os.environ.get('PYTHONPATH', '')}",
             },
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
@@ -80,7 +80,7 @@ def _left_in(directory: Path, rank: int) -> tuple[Any, str]:
 
 
 def serve() -> None:
-    import workers
+    from train import workers
 
     workers.warm_up()
     for line in sys.stdin:
@@ -138,7 +138,7 @@ def _run_worker(call: str, arguments: dict[str, Any], directory: Path, rank: int
         os.dup2(log, 2)
         os.environ.update(place, RANK=str(rank), LOCAL_RANK=str(rank))
 
-        import workers
+        from train import workers
 
         returned = getattr(workers, call)(**arguments)
         (directory / f"returned-{rank}.json").write_text(json.dumps(returned))

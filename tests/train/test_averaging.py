@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import pytest
 import torch
-from forking import WorkerForker
 
 from packtrain.train.averaging import ENCODINGS
 from packtrain.train.gradient_sync import INT8_BLOCK, LocalSyncSettings
+from train.forking import WorkerForker
 
 
 @pytest.mark.parametrize(("compress", "off"), [("no", 0.0), ("bf16", 2**-8), ("int8", 0.5 / 127)])

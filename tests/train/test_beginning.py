@@ -8,10 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from forking import WorkerForker
-from tiny import tiny_job, tiny_run
 from torch import Tensor, nn
-from workers import FromFirstWeights, Interrupted, history, losses, weights
 
 from packtrain.run.run import Run
 from packtrain.store import Store
@@ -19,6 +16,9 @@ from packtrain.train.control import Control
 from packtrain.train.engine import Engine
 from packtrain.train.trainer import Trainer
 from packtrain.train.world import World
+from train.forking import WorkerForker
+from train.tiny import tiny_job, tiny_run
+from train.workers import FromFirstWeights, Interrupted, history, losses, weights
 
 
 def test_the_model_and_its_ema_start_from_the_initial_weights() -> None:

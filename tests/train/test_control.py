@@ -151,19 +151,19 @@ def test_a_worker_that_cannot_hear_a_signal_ends_when_its_work_is_kept(wait: str
     assert process.stdout is not None
     assert process.stdout.readline() == "waits\n"
     process.send_signal(signal.SIGTERM)
-    assert process.communicate(timeout=90) == (said, None)
+    assert [*process.communicate(timeout=90)] == [said, None]
     assert process.returncode == code
 
 
 def test_a_worker_signaled_before_the_rendezvous_ends_instead_of_waiting() -> None:
     process = started(before="signal.raise_signal(signal.SIGUSR1)")
-    assert process.communicate(timeout=90) == ("", None)
+    assert [*process.communicate(timeout=90)] == ["", None]
     assert process.returncode == -signal.SIGTERM
 
 
 def test_after_the_rendezvous_a_signal_only_sets_a_flag() -> None:
     process = started()
-    assert process.communicate(timeout=90) == ("waits\ngoes on\nheard True\n", None)
+    assert [*process.communicate(timeout=90)] == ["waits\ngoes on\nheard True\n", None]
     assert process.returncode == 0
 
 

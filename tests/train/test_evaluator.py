@@ -3,8 +3,6 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import replace
 
-from forking import WorkerForker
-from tiny import Tiny, tiny_engine, tiny_job
 from torch import nn
 
 from packtrain.data.order import Ids
@@ -12,6 +10,8 @@ from packtrain.job import Job
 from packtrain.recipes import EvaluationRequest, Measurement, Scores
 from packtrain.train.evaluator import Evaluator, evaluate
 from packtrain.train.world import StopRequested, World
+from train.forking import WorkerForker
+from train.tiny import Tiny, tiny_engine, tiny_job
 
 
 def test_an_evaluation_is_repeatable_and_does_not_change_the_weights() -> None:

@@ -6,14 +6,14 @@ from pathlib import Path
 
 import pytest
 import torch
-from tiny import tiny_job, tiny_run
 
 from packtrain.store import open_store
 from packtrain.train import worker
-from packtrain.train.control import Control, StopSignal
+from packtrain.train.control import JOB_VARIABLE, RUN_VARIABLE, STORE_VARIABLE, Control, StopSignal
 from packtrain.train.exact import choose_kernels, mistake_of
 from packtrain.train.worker import build_trainer, cause_of, in_one_line
 from packtrain.train.world import World
+from train.tiny import tiny_job, tiny_run
 
 VARIABLES = {"CUBLAS_WORKSPACE_CONFIG": ":4096:8", "NCCL_NVLS_ENABLE": "0"}
 # As torch writes it.
@@ -91,12 +91,12 @@ def test_what_cuda_reads_at_its_start_is_set_before_the_workers_join(
     for name, value in given.items():
         monkeypatch.setenv(name, value)
     for variable, value in (
-        (worker.STORE_VARIABLE, run.store.url), (worker.RUN_VARIABLE, run.name), (worker.JOB_VARIABLE, run.job_digest),
+        (STORE_VARIABLE, run.store.url), (RUN_VARIABLE, run.name), (JOB_VARIABLE, run.job_digest),
     ):  # fmt: skip
         monkeypatch.setenv(variable, value)
     monkeypatch.setattr(worker, "_pack_of", lambda _: None)
     monkeypatch.setattr(worker, "recipe_class", lambda _: lambda *_: None)
-    monkeypatch.setattr(worker.World, "join", join)
+    monkeypatch.setattr(World, "join", join)
     with pytest.raises(Joining):
         build_trainer(Control(tmp_path), StopSignal(), 0.0)
     assert seen == found

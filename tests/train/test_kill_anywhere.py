@@ -11,14 +11,14 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from forking import WorkerForker
-from tiny import tiny_job, tiny_run
-from workers import history, weights
 
 from packtrain.run.checkpoint import committed
 from packtrain.run.run import Run
 from packtrain.store import Store
 from packtrain.train.control import Control
+from train.forking import WorkerForker
+from train.tiny import tiny_job, tiny_run
+from train.workers import history, weights
 
 STEPS = 6
 UNHURT = 3  # so many lives in a row that were over before the hour came: there is no later one
@@ -93,7 +93,7 @@ def test_a_run_killed_repeatedly_ends_like_an_uninterrupted_one(
         before = committed(run)
         control = str(Control(tmp_path / str(generation)).directory)
         where = {"store": run.store.url, "run": run.name, "control": control}
-        [exited] = forker.run("train_and_die", **where, generation=generation, mark=marks, recipe="slow")
+        [exited] = forker.run("train_and_die", 1, **where, generation=generation, mark=marks, recipe="slow")
         if exited.code == 0:
             break
         if committed(run) == before:  # a commit takes as long as the machine lets it: the next life is longer

@@ -9,7 +9,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from tiny import Tiny, tiny_job, tiny_run
 from torch import Tensor, nn
 from torch.profiler import record_function
 
@@ -22,6 +21,7 @@ from packtrain.train.control import Control, StopSignal
 from packtrain.train.trainer import Trainer
 from packtrain.train.world import World
 from parts.runs import a_generation
+from train.tiny import Tiny, tiny_job, tiny_run
 
 
 def traced(store: Store, control: Control, steps: int, cause: Any = "start") -> Run:

@@ -7,10 +7,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from forking import WorkerForker
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
-from tiny import tiny_job, tiny_run
-from workers import Slow
 
 from packtrain.run.records import Point, TimeSpent
 from packtrain.run.run import Run
@@ -21,6 +18,9 @@ from packtrain.train.trainer import Trainer
 from packtrain.train.world import StepTotals, World
 from parts.faulty import FaultyStore
 from parts.runs import new_run
+from train.forking import WorkerForker
+from train.tiny import tiny_job, tiny_run
+from train.workers import Slow
 
 
 def test_clock_marks_leave_no_gap() -> None:

@@ -7,7 +7,6 @@ from pathlib import Path
 
 import pytest
 import torch
-from tiny import SAMPLES, Tiny, tiny_engine, tiny_job
 
 from packtrain.data.loader import Position
 from packtrain.errors import Mistake
@@ -29,6 +28,7 @@ from packtrain.train.state import (
     versions,
 )
 from packtrain.train.world import World
+from train.tiny import SAMPLES, Tiny, tiny_engine, tiny_job
 
 AVERAGED = tiny_job(train={"ema": 0.9})
 PROGRESS = Progress(7, 1.5, Position(1, 3), 12.5, -0.25)

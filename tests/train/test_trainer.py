@@ -15,18 +15,14 @@ from typing import Any, ClassVar
 
 import pytest
 import torch
-from forking import WorkerForker
 from numpy.typing import NDArray
-from test_schedule import EXAMPLES
-from tiny import Tiny, tiny_job, tiny_run
 from torch import Tensor, nn
-from workers import Interrupted, history, losses, weights
 
 from packtrain.data.order import Ids
 from packtrain.errors import Mistake, PacktrainError
 from packtrain.job.kinds import EXCHANGES, OPTIMIZERS, SCHEDULES
 from packtrain.recipes import Batch, EvaluationRequest, Measurement, Scores
-from packtrain.run.checkpoint import Checkpoint, Superseded, committed
+from packtrain.run.checkpoint import Checkpoint, Superseded, commit, committed
 from packtrain.run.run import Run
 from packtrain.store import Store
 from packtrain.train import checkpointer as saver
@@ -38,6 +34,10 @@ from packtrain.train.trainer import Trainer, small_share
 from packtrain.train.world import World
 from parts.faulty import FaultyStore
 from parts.runs import a_generation
+from train.forking import WorkerForker
+from train.test_schedule import EXAMPLES
+from train.tiny import Tiny, tiny_job, tiny_run
+from train.workers import Interrupted, history, losses, weights
 
 STEPS = 10
 IN_EPOCH = 6
@@ -549,7 +549,6 @@ def saved_run(store: Store, control: Control) -> tuple[Run, Checkpoint]:
     job = tiny_job(checkpoint={"every": "2 steps", "keep_last": 5})
     run = tiny_run(store, job)
     saved = threading.Event()
-    commit = saver.commit
 
     def slowly() -> None:
         """Lets the saver come along, so that there are several."""

@@ -86,7 +86,8 @@ class Gpu:
     def _on_cpu(self, make: Any) -> Any:
         def made(*args: Any, pin_memory: bool = False, **options: Any) -> torch.Tensor:
             self.calls += ["pin"] * pin_memory
-            return make(*args, **options)
+            tensor: torch.Tensor = make(*args, **options)
+            return tensor
 
         return made
 

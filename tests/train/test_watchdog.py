@@ -8,15 +8,15 @@ import time
 from pathlib import Path
 
 import pytest
-from forking import WorkerForker
-from tiny import tiny_job, tiny_run
 from torch._dynamo.callback import CallbackTrigger, callback_handler
-from workers import losses
 
 from packtrain.store import Store
 from packtrain.train.control import Control
 from packtrain.train.watchdog import EXIT_HANG, TIMES_MEDIAN, Watchdog, limit
 from packtrain.train.world import World
+from train.forking import WorkerForker
+from train.tiny import tiny_job, tiny_run
+from train.workers import losses
 
 
 def test_the_first_phases_of_a_kind_may_take_long() -> None:

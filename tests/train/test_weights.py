@@ -7,7 +7,7 @@ import pytest
 from packtrain.errors import Mistake
 from packtrain.train.weights import fit, fit_of
 
-OWN = {"body": (4, 4), "head": (3, 4)}
+OWN: dict[str, tuple[int, ...]] = {"body": (4, 4), "head": (3, 4)}
 
 
 def test_rows_of_the_same_name_are_taken_wherever_they_are() -> None:
@@ -62,7 +62,8 @@ def test_weights_that_give_less_than_half_of_a_model_are_those_of_another_one(
 
 
 def test_of_many_new_tensors_the_modules_are_listed() -> None:
-    own = {**{f"encoder.{number}": (4,) for number in range(9)}, "decoder.0": (1,), "head": (1,)}
+    own: dict[str, tuple[int, ...]] = {f"encoder.{number}": (4,) for number in range(9)}
+    own |= {"decoder.0": (1,), "head": (1,)}
     found = {name: shape for name, shape in own.items() if name not in ("decoder.0", "head")}
     assert fit(own, found, {}, {}).in_words == "9 tensors; new: decoder.0, head"
     more = {**own, **{f"decoder.{number}": (1,) for number in range(1, 4)}}

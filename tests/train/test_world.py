@@ -8,7 +8,6 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from forking import WorkerForker
 from torch._C._distributed_c10d import FileStore
 
 from packtrain.errors import PacktrainError
@@ -23,6 +22,7 @@ from packtrain.train.world import (
     gpu_addresses,
     misfits,
 )
+from train.forking import WorkerForker
 
 
 def test_a_single_worker_needs_no_process_group() -> None:

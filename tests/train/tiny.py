@@ -99,7 +99,8 @@ class Tiny(Recipe):
         return TinyModel(self.dropout)
 
     def loss(self, model: nn.Module, batch: Batch) -> Tensor:
-        return (model(batch["inputs"]) - batch["outputs"]).square().sum()
+        outputs: Tensor = model(batch["inputs"])
+        return (outputs - batch["outputs"]).square().sum()
 
     def count(self, split: str) -> int:
         return 5 if split == "valid" else 0

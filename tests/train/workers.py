@@ -6,7 +6,7 @@ import ctypes
 import os
 import signal
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +14,6 @@ import numpy as np
 import psutil
 import torch
 from numpy.typing import NDArray
-from tiny import SAMPLES, WIDTH, Tiny, TinyModel, tiny_engine, tiny_job
 from torch import Tensor, nn
 
 from packtrain.data.order import Ids
@@ -37,6 +36,7 @@ from packtrain.train.trainer import Trainer
 from packtrain.train.world import World
 from packtrain.units import Duration
 from parts.faulty import FaultyStore
+from train.tiny import SAMPLES, WIDTH, Tiny, TinyModel, tiny_engine, tiny_job
 
 
 class Plain(Tiny):
@@ -80,7 +80,7 @@ class Normed(Plain):
     """Its losses depend on statistics of what was seen before, which no gradient carries."""
 
     def loss(self, model: nn.Module, batch: Batch) -> Tensor:
-        mean = getattr(model, "module", model).mean
+        mean = getattr(model, "module", model).get_buffer("mean")
         return super().loss(model, {**batch, "inputs": batch["inputs"] - mean.clone()})
 
 
@@ -268,7 +268,7 @@ class KillingClock(Clock):
 
 def train_behind(**given: Any) -> dict[str, Any]:
     """Train as on a GPU, whose steps are read one step late."""
-    engine_module.is_queued = lambda _device: True
+    engine_module.is_queued = lambda _device: True  # type: ignore[assignment,attr-defined]
     return train(**given)
 
 
@@ -364,7 +364,7 @@ def train_and_die(
     made = RECIPES[recipe](opened.job)
     before = len(mortal.operations)
     if operation:
-        mortal.fault = lambda _name, _key: die() if len(mortal.operations) - before >= operation else None  # type: ignore[func-returns-value]
+        mortal.fault = lambda _name, _key: die() if len(mortal.operations) - before >= operation else None
     clock = KillingClock(mark)
     Trainer(opened, made, World(), generation, Control(Path(control)), StopSignal(), clock).train()
     return {"operations": len(mortal.operations) - before, "marks": clock.marks}
@@ -456,7 +456,7 @@ def sync_values() -> list[tuple[float, float, float, float, float]]:
     after_update = sync.after_update
 
     def watched(steps: int, last: bool) -> None:
-        mean = engine.model.out.weight.detach().clone()  # type: ignore[union-attr]
+        mean = engine.model.get_parameter("out.weight").detach().clone()
         world.average_all([mean])
         inner.append(float(mean[0, 0]))
         after_update(steps, last)
@@ -464,11 +464,11 @@ def sync_values() -> list[tuple[float, float, float, float, float]]:
     sync.after_update = watched  # type: ignore[method-assign]
     seen = []
     for meeting in range(3):
-        before = float(engine.model.out.weight[0, 0])  # type: ignore[union-attr, index]
+        before = float(engine.model.get_parameter("out.weight")[0, 0])
         momentum = float(sync.state()["out.weight"][0, 0])
         for number in (2 * meeting, 2 * meeting + 1):
             _make_step(engine, world, recipe, number)
-        after = float(engine.model.out.weight[0, 0])  # type: ignore[union-attr, index]
+        after = float(engine.model.get_parameter("out.weight")[0, 0])
         seen.append((before, inner[-1], after, momentum, float(sync.state()["out.weight"][0, 0])))
     world.leave()
     return seen
@@ -490,7 +490,7 @@ def overlapped_values(settings: dict[str, Any], steps: int) -> dict[str, list[fl
         look("common", sync.common())
         look("evaluated", engine.evaluation_model().state_dict())
 
-    sync.after_update = watched  # type: ignore[method-assign]
+    sync.after_update = watched  # type: ignore[assignment,method-assign]
     for number in range(steps):
         _make_step(engine, world, recipe, number, number + 1 == steps)
     world.leave()
@@ -532,12 +532,18 @@ class Watched(Plain):
             self.types[type(module).__name__.removeprefix("FSDP")] = str(module.weight.dtype)
 
         handles = [module.register_forward_hook(note, prepend=True) for module in (model.norm, *model.layers)]
-        with torch.autograd.graph.saved_tensors_hooks(lambda one: saved.append(one) or one, lambda one: one):
+
+        def save(tensor: Tensor) -> Tensor:
+            saved.append(tensor)
+            return tensor
+
+        with torch.autograd.graph.saved_tensors_hooks(save, lambda one: one):
             loss = super().loss(model, batch)
         for handle in handles:
             handle.remove()
         # The layers of the list are no longer gathered: what is kept of their weights must not have memory.
-        shapes = [{tuple(layer.weight.shape), tuple(layer.weight.shape)[::-1]} for layer in model.layers]
+        sizes = [tuple(layer.get_parameter("weight").shape) for layer in model.layers]
+        shapes = [{size, size[::-1]} for size in sizes]
         weights = [one for one in saved if any(tuple(one.shape) in pair for pair in shapes)]
         assert weights
         self.kept_bytes += sum(one.untyped_storage().size() for one in weights)
@@ -552,7 +558,8 @@ def watch_sharded(precision: str, accumulate: str) -> dict[str, Any]:
     job = tiny_job(train={"exchange": {"fsdp": {"accumulate": accumulate}}, "precision": precision})
     recipe = Watched(job)
     engine = Engine(recipe, job.train, world)
-    foreach_reduce = _fsdp_param_group.foreach_reduce
+    reducing: Any = _fsdp_param_group
+    foreach_reduce = reducing.foreach_reduce
     reduced_types = set()
 
     def counted(*arguments: Any, **options: Any) -> Any:
@@ -561,7 +568,7 @@ def watch_sharded(precision: str, accumulate: str) -> dict[str, Any]:
         reduced_types.add(str(found[0].dtype))
         return found
 
-    _fsdp_param_group.foreach_reduce = counted
+    reducing.foreach_reduce = counted
     batches = [
         {name: torch.from_numpy(array) for name, array in recipe.batch(np.arange(2) + 2 * number, 0).items()}
         for number in range(3)
@@ -589,7 +596,7 @@ class Tied(ChannelsLast):
     def build_model(self) -> nn.Module:
         model = super().build_model()
         model.twin = nn.Linear(4, 1)
-        model.twin.weight = model.out.weight
+        model.twin.weight = model.get_parameter("out.weight")
         model.register_buffer("places", torch.arange(3.0), persistent=False)
         self.on_meta = [one.is_meta for one in (*model.parameters(), *model.buffers())]
         return model
@@ -608,8 +615,8 @@ def begin_sharded() -> dict[str, Any]:
     for name, model in (("model", engine.model), ("average", engine.ema.model)):
         plain = engine.gradient_sync.plain(model)
         equal = {name: torch.equal(one, whole[name]) for name, one in plain.named_parameters()}
-        seen[name] = equal == dict.fromkeys(whole, True) and plain.places.tolist() == [0.0, 1.0, 2.0]
-        seen[f"{name} is tied"] = model.twin.weight is model.out.weight
+        seen[name] = equal == dict.fromkeys(whole, True) and plain.get_buffer("places").tolist() == [0.0, 1.0, 2.0]
+        seen[f"{name} is tied"] = model.get_parameter("twin.weight") is model.get_parameter("out.weight")
     world.leave()
     return seen
 
@@ -620,12 +627,17 @@ def overflow_sharded() -> dict[str, Any]:
     job = tiny_job(train={"exchange": {"fsdp": {}}, "precision": "fp16"})
     recipe = Plain(job)
     engine = Engine(recipe, job.train, world)
-    before, skipped = [one.to_local().clone() for one in engine.model.parameters()], []
+
+    def shards() -> list[Tensor]:
+        parameters: Iterable[Any] = engine.model.parameters()
+        return [one.to_local().clone() for one in parameters]
+
+    before, skipped = shards(), []
     for number, factor in enumerate((1e6, 1.0)):
         batch = {name: torch.from_numpy(array) for name, array in recipe.batch(np.arange(2), 0).items()}
         batch["outputs"] *= factor if world.is_first else 1.0
         skipped.append(engine.step(Progress(number, 0.0), [batch], 4, 2).skipped)
         if number == 0:
-            kept = all(map(torch.equal, before, [one.to_local() for one in engine.model.parameters()]))
+            kept = all(map(torch.equal, before, shards()))
     world.leave()
     return {"skipped": skipped, "kept": kept, "scale": engine.precision.scale.value}

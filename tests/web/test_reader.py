@@ -32,7 +32,7 @@ def losses(reader: RunReader, kind: str = "train") -> dict[int, float]:
 
 
 def expected(run: Run, kind: str = "train") -> dict[int, float]:
-    return {point.step: np.float32(point.values["loss"]) for point in run.metrics() if point.kind == kind}
+    return {point.step: float(np.float32(point.values["loss"])) for point in run.metrics() if point.kind == kind}
 
 
 def test_the_numbers_of_a_program_are_columns_of_their_own_names(directory_store: Store) -> None:
@@ -131,7 +131,7 @@ def test_any_history_reads_as_the_records_say(data: st.DataObject, tmp_path_fact
 def test_time_is_accounted_for_as_in_the_report(directory_store: Store) -> None:
     run = new_run(directory_store, recipe_job())
     spans = {"forward_seconds": 0.5, "backward_seconds": 0.4}
-    write_points(run, a_start(1), *(a_step(step, **spans) for step in range(1, 9)))
+    write_points(run, a_start(1), *(a_step(step, 1.0, 1, **spans) for step in range(1, 9)))
     write_points(run, a_start(2, 4), *(a_step(step, 1.0, 2, **spans) for step in range(5, 12)), generation=2)
     for generation, step in ((1, 6), (2, 7), (2, 9)):
         for rank in (0, 1):

@@ -326,9 +326,12 @@ def test_nothing_is_read_while_nobody_looks(directory_store: Store, monkeypatch:
     looks: list[float] = []
     with dashboard(directory_store) as shown:
         real = shown.server.news.board.look
-        monkeypatch.setattr(
-            shown.server.news.board, "look", lambda *given: (looks.append(time.monotonic()), real(*given))
-        )
+
+        def look(*arguments: Any) -> Any:
+            looks.append(time.monotonic())
+            return real(*arguments)
+
+        monkeypatch.setattr(shown.server.news.board, "look", look)
         time.sleep(0.05)
         assert looks == []
         shown.get("/api/runs")
@@ -376,9 +379,7 @@ def test_damage_in_one_run_does_not_hide_the_others(directory_store: Store) -> N
 
 def test_hostile_texts_arrive_as_texts(directory_store: Store) -> None:
     run = new_run(directory_store, recipe_job())
-    write_points(
-        run, a_start(1), a_step(1), an_evaluation(1, samples=[Sample(HOSTILE, HOSTILE, HOSTILE)], **{HOSTILE: 1.0})
-    )
+    write_points(run, a_start(1), a_step(1), an_evaluation(1, 1, [Sample(HOSTILE, HOSTILE, HOSTILE)], **{HOSTILE: 1.0}))
     lines = run.log_writer("a")
     lines.append(LogLine(1e9, 1, "a", 0, "out", HOSTILE))
     lines.append(LogLine(1e9, 1, "a", 0, "out", "x" * 10_000_000))
@@ -461,7 +462,7 @@ def test_any_request_is_answered(
     path: str, query: list[tuple[str, str]], fuzzed: RunningDashboard, fuzzing: httpx.Client
 ) -> None:
     url = quote(path.encode(errors="replace"))
-    values = [(name, value.encode(errors="replace").decode()) for name, value in query]
+    values: list[tuple[str, Any]] = [(name, value.encode(errors="replace").decode()) for name, value in query]
     answer = fuzzing.get(f"{fuzzed.url}{url}", params=values)
     assert answer.status_code in (200, 303, 400, 404), (path, query, answer.text)
     if answer.status_code >= 400:

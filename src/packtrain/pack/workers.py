@@ -66,14 +66,14 @@ class Dask(Workers):
         except ImportError:
             raise Mistake(f"--dask: not installed; run `{install_command('dask')}`") from None
         try:
-            self._client: Any = Client(address, timeout=10)  # type: ignore[no-untyped-call]
+            self._client: Any = Client(address, timeout=10)
         except (OSError, TimeoutError, ValueError) as error:
             raise Mistake(f"--dask {address}: no scheduler answers at this address ({error})") from None
 
     def do(self, work: Callable[[Task], Result], tasks: Iterable[Task]) -> Iterator[Result]:
         from distributed import as_completed
 
-        running: Any = as_completed()  # type: ignore[no-untyped-call]
+        running: Any = as_completed()
         ahead = 2 * max(1, sum(self._client.nthreads().values()))
         for task in tasks:
             # pure=False names each call uniquely; otherwise the cluster would answer a repeated task from memory.

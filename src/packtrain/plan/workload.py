@@ -223,7 +223,7 @@ def _counted(recipe: Recipe, model: nn.Module, arrays: Mapping[str, NDArray[Any]
             hooks.callback(block.register_forward_hook(kept.leave).remove)
         with torch.autograd.graph.saved_tensors_hooks(kept.save, lambda tensor: tensor):
             loss = recipe.loss(model, batch)
-        loss.backward()  # type: ignore[no-untyped-call]
+        loss.backward()
     for parameter in model.parameters():
         parameter.grad = None
     total, checkpointed = kept.sizes()

@@ -222,7 +222,7 @@ def place_to_draw() -> tuple[Display, float]:
 
         if hasattr(get_ipython(), "kernel"):
             # A display handle: its updates find the output by an id, in every front end and without a widget.
-            return display(Shown("", ""), display_id=True), _UPDATE_SECONDS  # type: ignore[no-untyped-call]
+            return display(Shown("", ""), display_id=True), _UPDATE_SECONDS
     return PrintedLines(), _PRINT_SECONDS
 
 

@@ -135,7 +135,7 @@ class Engine:
                 self.clock.mark("forward")
                 # 0 * NaN is NaN: a loss that is not finite on one rank reaches every rank through the gradient sync,
                 # so all of them notice in the same step.
-                (loss * (share + 0.0 * loss.detach())).backward()  # type: ignore[no-untyped-call]
+                (loss * (share + 0.0 * loss.detach())).backward()
                 self.clock.mark(self.gradient_sync.span_after_backward if is_last else "backward")
             total += loss.detach()
         self.before_update()  # waits until the last snapshot is copied: the weights change next
@@ -160,7 +160,7 @@ class Engine:
             with self.precision.compute():
                 batch = on_device(self._recipe.batch(ids, 0), self._world.device, self._recipe.on_host)
                 loss = self._recipe.loss(self.gradient_sync.module, batch)
-            loss.backward()  # type: ignore[no-untyped-call]
+            loss.backward()
         self.optimizer.zero_grad(set_to_none=True)
         for buffer, kept in zip(own, buffers, strict=True):
             buffer.copy_(kept)

@@ -275,7 +275,7 @@ class DdpSync(GradientSync):
             return send(state, bucket)  # type: ignore[arg-type]
 
         # To log times, the host would wait for the GPU at every hundredth step.
-        self._parallel._set_ddp_runtime_logging_sample_rate(2**31 - 1)  # type: ignore[no-untyped-call]
+        self._parallel._set_ddp_runtime_logging_sample_rate(2**31 - 1)
         self._compresses = settings.compress != "no"
         hook.__annotations__.clear()  # torch compares them with types that it does not export
         self._parallel.register_comm_hook(None, hook)
@@ -576,7 +576,7 @@ def _send_weights(modules: Iterable[nn.Module], world: World) -> None:
         if parameter.is_meta:
             whole = nn.Parameter(torch.empty_like(parameter, device=world.device), parameter.requires_grad)
             # In place: a weight may be that of several modules.
-            torch.utils.swap_tensors(parameter, whole)  # type: ignore[no-untyped-call]
+            torch.utils.swap_tensors(parameter, whole)
         # Channels last cannot be sharded.
         parameter.data = parameter.data.to(world.device).contiguous()
     world.broadcast_all([parameter.data for parameter in unsent])

@@ -73,7 +73,7 @@ class DeviceClock(Clock):
 
     @staticmethod
     def _event() -> torch.cuda.Event:
-        event = torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
+        event = torch.cuda.Event(enable_timing=True)
         event.record()
         return event
 
@@ -89,7 +89,7 @@ class DeviceClock(Clock):
         return super().take()
 
     def _read(self) -> None:
-        while self._marks and self._marks[0][1].query():  # type: ignore[no-untyped-call]
+        while self._marks and self._marks[0][1].query():
             span, event = self._marks.popleft()
             self._spans[span] += self._passed.elapsed_time(event) / 1000
             self._passed = event
@@ -97,7 +97,7 @@ class DeviceClock(Clock):
 
 def peak_gpu_bytes() -> tuple[int, int]:
     """Return the most memory that tensors took on this worker's GPU, and that torch held for them; 0 without a GPU."""
-    if not torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
+    if not torch.cuda.is_initialized():
         return 0, 0
     return torch.cuda.max_memory_allocated(), torch.cuda.max_memory_reserved()
 

@@ -90,7 +90,7 @@ class SnapshotCopier:
         # On a stream of its own, so that the copy runs beside the next step instead of before it; always the same, for
         # torch has few and would soon give one that others use.
         if self._stream is None:
-            self._stream = torch.cuda.Stream(after.device)  # type: ignore[no-untyped-call]
+            self._stream = torch.cuda.Stream(after.device)
         self._stream.wait_event(after)
         with torch.cuda.stream(self._stream):
             for copy, tensor in pairs:

@@ -42,7 +42,7 @@ class SideStream:
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
-        self._stream = torch.cuda.Stream(device) if is_queued(device) else None  # type: ignore[no-untyped-call]
+        self._stream = torch.cuda.Stream(device) if is_queued(device) else None
 
     def __bool__(self) -> bool:
         return self._stream is not None
@@ -65,7 +65,7 @@ class Reading:
             self._numbers = torch.empty(numbers.shape, dtype=numbers.dtype, pin_memory=True)
             self._numbers.copy_(numbers, non_blocking=True)
             # Blocking, not spinning: the loader's threads need the core.
-            self._done = torch.cuda.Event(blocking=True)  # type: ignore[no-untyped-call]
+            self._done = torch.cuda.Event(blocking=True)
             self._done.record()
 
     def read(self) -> list[float]:
@@ -85,7 +85,7 @@ class SentBatch:
         with side.use(after_computing=False):
             self._parts = [on_device(arrays, device, on_host) for arrays in loaded.micro_batches]
             if side:
-                self._arrived = torch.cuda.Event()  # type: ignore[no-untyped-call]
+                self._arrived = torch.cuda.Event()
                 self._arrived.record()
 
     def receive(self) -> list[Batch]:

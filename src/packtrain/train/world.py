@@ -56,7 +56,7 @@ class WorkerFacts:
     def here(cls, device: torch.device) -> WorkerFacts:
         on_gpu = device.type == "cuda"
         has_bf16 = not on_gpu or torch.cuda.is_bf16_supported(including_emulation=False)
-        nccl = ".".join(map(str, torch.cuda.nccl.version()[:2])) if on_gpu else ""  # type: ignore[no-untyped-call]
+        nccl = ".".join(map(str, torch.cuda.nccl.version()[:2])) if on_gpu else ""
         gpu = _address(device.index) if on_gpu else ""
         return cls(socket.gethostname(), device.type, has_bf16, torch.__version__, nccl, gpu)
 
