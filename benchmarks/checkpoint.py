@@ -10,10 +10,12 @@ saves only at the end, in wall time and in CPU time of all threads.
 
 from __future__ import annotations
 
+import argparse
 import itertools
 import os
 import tempfile
 import time
+from dataclasses import dataclass
 from pathlib import Path
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")
@@ -22,24 +24,14 @@ import torch
 from torch import nn
 
 import bench
-from packtrain.data.pack import Pack
+import example
 from packtrain.job import Job
-from packtrain.job.load import load_job
-from packtrain.pack.build import PlainProgress
-from packtrain.pack.packing import pack
-from packtrain.pack.workers import InProcess
-from packtrain.recipes import Recipe, recipe_class, recipe_defaults
 from packtrain.run.checkpoint import commit
 from packtrain.run.code import archive
 from packtrain.run.run import create_run
-from packtrain.store import Store, open_store
-from packtrain.train.control import Control
+from packtrain.store import open_store
 from packtrain.train.optimizer import optimizer_tensors
-from packtrain.train.progress import Progress
-from packtrain.train.state import Description, Snapshot, SnapshotCopier
-from packtrain.train.trainer import Trainer
-from packtrain.train.world import World
-from step import EXAMPLE, Timer, TimingClock
+from packtrain.train.state import Description, Progress, Snapshot, SnapshotCopier
 
 SAVE_EVERY = 20
 SYNC, PLAIN, BEGIN, BESIDE, WAIT, COMMIT = SPENT = (
@@ -74,7 +66,7 @@ def stalls(megabytes: float, rounds: int, directory: Path) -> dict[str, list[flo
     copier = SnapshotCopier()
     seconds: dict[str, list[float]] = {name: [] for name in SPENT}
     job = Job.model_validate({"name": "bench", "program": ["x.py"]})
-    run = create_run(open_store(str(directory / "store"), create=True), job, archive({}), None)
+    run = create_run(open_store(str(directory / "stalls"), create=True), job, archive({}), None)
     for number in range(rounds + 1):
         times = [time.perf_counter()]
 
@@ -106,64 +98,67 @@ def stalls(megabytes: float, rounds: int, directory: Path) -> dict[str, list[flo
     return seconds
 
 
-def throughput(job: Job, recipe: Recipe, store: Store) -> tuple[float, float]:
-    """Return wall and CPU seconds per step."""
-    run = create_run(store, job, archive({}), recipe.pack.name)
-    timer = Timer()
-    with tempfile.TemporaryDirectory() as control:
-        Trainer(run, recipe, World(), 1, Control(Path(control)), clock=TimingClock(timer.tick)).train()
-    return timer.seconds_per_step()
-
-
 def saving(rounds: int, steps: int, directory: Path) -> dict[str, list[tuple[float, float]]]:
-    rare, often = (
-        load_job(
-            EXAMPLE,
-            [f"train.duration={steps} steps", f"checkpoint.every={every}", "data.test=[]", "data.valid=[]"],
-            recipe_defaults,
-        ).job
-        for every in ("1 h", f"{SAVE_EVERY} steps")
-    )
-    store = open_store(str(directory / "runs"), create=True)
-    manifest = pack(rare.name, rare.data, store, InProcess(), PlainProgress(lambda _: None))
-    assert rare.recipe is not None
-    seconds: dict[str, list[tuple[float, float]]] = {"rare": [], "often": []}
+    """Return wall and CPU seconds per step of each round, with rare and with frequent saves."""
+    jobs = {
+        name: example.load(
+            "translate", f"train.duration={steps} steps", f"checkpoint.every={every}", "data.test=[]", "data.valid=[]"
+        )
+        for name, every in (("rare", "1 h"), ("often", f"{SAVE_EVERY} steps"))
+    }
+    seconds: dict[str, list[tuple[float, float]]] = {name: [] for name in jobs}
     for _ in range(rounds):
-        for name, job in (("rare", rare), ("often", often)):
-            recipe = recipe_class(rare.recipe)(job, Pack(store, manifest.name, directory / "cache"))
-            seconds[name].append(throughput(job, recipe, store))
+        for name, job in jobs.items():
+            timer = example.Timer()
+            example.train(*example.packed(job, directory), timer.tick)
+            seconds[name].append(timer.seconds_per_step())
     return seconds
 
 
-def main() -> None:
+@dataclass(frozen=True)
+class Costs:
+    stalls: dict[str, list[float]]
+    saving: dict[str, list[tuple[float, float]]]
+
+
+def parser() -> argparse.ArgumentParser:
     arguments = bench.parser(__doc__)
     arguments.add_argument("--megabytes", type=float, default=300.0)
     arguments.add_argument("--steps", type=int, default=100)
-    options = arguments.parse_args()
+    return arguments
+
+
+def measure(options: argparse.Namespace) -> Costs:
     torch.set_num_threads(1)
     with tempfile.TemporaryDirectory() as name:
-        found = stalls(options.megabytes, options.rounds, Path(name))
-        speeds = saving(options.rounds, options.steps, Path(name))
-    copy = [begin + wait for begin, wait in zip(found[BEGIN], found[WAIT], strict=True)]
-    whole = bench.median(copy) + bench.median(found[BESIDE]) - bench.median(found[PLAIN])
-    rows = [{"what": name, "seconds": bench.median(values)} for name, values in found.items()]
-    ratios = [one / other for one, other in zip(copy, found[SYNC], strict=True)]
-    costs = [
+        directory = Path(name)
+        return Costs(
+            stalls(options.megabytes, options.rounds, directory), saving(options.rounds, options.steps, directory)
+        )
+
+
+def report(options: argparse.Namespace, costs: Costs) -> bench.Report:
+    seconds, speeds = costs.stalls, costs.saving
+    copy = [begin + wait for begin, wait in zip(seconds[BEGIN], seconds[WAIT], strict=True)]
+    whole = bench.median(copy) + bench.median(seconds[BESIDE]) - bench.median(seconds[PLAIN])
+    rows = [{"what": name, "seconds": bench.median(values)} for name, values in seconds.items()]
+    ratios = [stall / peer for stall, peer in zip(copy, seconds[SYNC], strict=True)]
+    slower = [
         [often[clock] / rare[clock] - 1 for often, rare in zip(speeds["often"], speeds["rare"], strict=True)]
         for clock in (0, 1)
     ]
     notes = [
         f"the step waits {bench.median(ratios):.1%} of the time of torch.save for the same {options.megabytes:.0f} MB"
         f" ({min(ratios):.1%} to {max(ratios):.1%}, {options.rounds} rounds)",
-        f"including the slowdown of the batch during the copy: {whole / bench.median(found[SYNC]):.1%}",
+        f"including the slowdown of the batch during the copy: {whole / bench.median(seconds[SYNC]):.1%}",
         *(
             f"a save every {SAVE_EVERY} steps costs {bench.median(cost):+.1%} of {clock}"
             f" ({min(cost):+.1%} to {max(cost):+.1%})"
-            for clock, cost in zip(("wall time", "CPU time"), costs, strict=True)
+            for clock, cost in zip(("wall time", "CPU time"), slower, strict=True)
         ),
     ]
-    bench.show("Checkpoint", rows, notes, options.json)
+    return bench.Report("Checkpoint", rows, notes)
 
 
 if __name__ == "__main__":
-    main()
+    bench.main(parser(), measure, report)

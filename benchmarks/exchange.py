@@ -26,23 +26,16 @@ import numpy as np
 import torch
 
 import bench
+import example
 import packtrain
 from packtrain.data.loader import Order, Position, rank_batches
-from packtrain.data.pack import Pack
-from packtrain.job.load import load_job
-from packtrain.pack.build import PlainProgress
-from packtrain.pack.packing import pack
-from packtrain.pack.workers import InProcess
-from packtrain.recipes import Recipe, recipe_class, recipe_defaults
-from packtrain.store import open_store
+from packtrain.recipes import Recipe
 from packtrain.train.engine import Engine
 from packtrain.train.evaluator import evaluate
 from packtrain.train.progress import Progress
 from packtrain.train.worker import end_process
 from packtrain.train.world import World
 
-HERE = Path(__file__).parent
-EXAMPLE = HERE.parent / "examples" / "translate.yaml"
 ALONE = "one machine"
 GENTLE = "rate: 1.0, momentum: 0.5"  # learned more than the defaults after 300 steps, with and without an overlap
 BESIDE, EIGHT_BITS = "every: 20 steps, overlap: 10 steps", f"compress: int8, {GENTLE}"
@@ -68,22 +61,21 @@ PATIENCE_SECONDS = 900
 
 
 def recipe_of(directory: Path, exchange: str) -> Recipe:
-    settings = [
-        f"train.exchange={exchange}",
+    job = example.load(
+        "translate",
+        f"train.exchange={EXCHANGES[exchange]}",
         "train.optimizer={adamw: {decay: 0.0, betas: [0.9, 0.98], epsilon: 1e-9}}",
         "train.ema=null",  # which would lag behind differently after few steps
-    ]
-    job = load_job(EXAMPLE, settings, recipe_defaults).job
-    store = open_store(str(directory / "store"), create=True)
-    manifest = pack(job.name, job.data, store, InProcess(), PlainProgress(lambda _: None))
-    return recipe_class(str(job.recipe))(job, Pack(store, manifest.name, directory / "cache"))
+    )
+    recipe, _ = example.packed(job, directory)
+    return recipe
 
 
 def work(directory: Path, exchange: str, steps: int, measured: bool) -> NoReturn:
     """Run one worker: make the steps, print their speed, and exit as the workers of a run do."""
     torch.set_num_threads(1)
     world = World.join()
-    recipe = recipe_of(directory, EXCHANGES[exchange])
+    recipe = recipe_of(directory, exchange)
     settings = recipe.job.train
     engine = Engine(recipe, settings, world)
     order = Order(recipe.costs, recipe.sort_keys, lambda _: settings.batch.value, settings.seed, recipe.lengths)
@@ -127,7 +119,7 @@ def train(network: Any, directory: Path, exchange: str, steps: int, measured: bo
     return found
 
 
-def measure(network: Any, directory: Path, exchange: str, options: argparse.Namespace) -> dict[str, object]:
+def measure_exchange(network: Any, directory: Path, exchange: str, options: argparse.Namespace) -> dict[str, object]:
     row: dict[str, object] = {"exchange": exchange}
     for link in [] if options.loss_only else options.links:
         for host in network:
@@ -153,36 +145,44 @@ def compared(row: dict[str, object], alone: dict[str, object]) -> dict[str, obje
     return found
 
 
-def main() -> None:
-    if sys.argv[1:2] == ["--work"]:
-        directory, exchange, steps, measured = sys.argv[2:]
-        work(Path(directory), exchange, int(steps), measured == "1")
-    arguments = bench.parser(__doc__)
-    arguments.set_defaults(rounds=1)
+def parser() -> argparse.ArgumentParser:
+    arguments = bench.parser(__doc__, rounds=1)
     arguments.add_argument("--steps", type=int, default=40)
     arguments.add_argument("--quality-steps", type=int, default=300)
     arguments.add_argument("--only", nargs="*", choices=EXCHANGES, default=list(EXCHANGES))
     arguments.add_argument("--links", nargs="*", choices=LINKS, default=list(LINKS))
     arguments.add_argument("--loss-only", action="store_true", help="do not measure the speed")
-    options = arguments.parse_args()
-    sys.path.insert(0, str(HERE.parent / "tests"))
+    return arguments
+
+
+def measure(options: argparse.Namespace) -> list[dict[str, object]] | str:
+    """Return a row for each exchange, or why there are no hosts here."""
+    sys.path.insert(0, str(bench.REPOSITORY / "tests"))
     from parts.hosts import hosts, missing
 
     if reason := missing():
-        bench.show("Gradient syncs", [{"exchange": "none measured"}], [reason], options.json)
-        return
+        return str(reason)
     with tempfile.TemporaryDirectory() as name:
         scratch, shared = Path(name) / "scratch", Path(name) / "shared"
         scratch.mkdir()
         shared.mkdir()
-        recipe_of(shared, EXCHANGES["ddp"])
-        with hosts(scratch, 2, shared=[shared, HERE.parent, Path(packtrain.__file__).parent]) as network:
-            rows = [measure(network, shared, exchange, options) for exchange in options.only]
+        recipe_of(shared, "ddp")
+        with hosts(scratch, 2, shared=[shared, bench.REPOSITORY, Path(packtrain.__file__).parent]) as network:
+            return [measure_exchange(network, shared, exchange, options) for exchange in options.only]
+
+
+def report(options: argparse.Namespace, measured: list[dict[str, object]] | str) -> bench.Report:
+    if isinstance(measured, str):
+        return bench.Report("Gradient syncs", [], [measured])
+    rows = measured
     if alone := [row for row in rows if row["exchange"] == ALONE]:
         rows = [compared(row, alone[0]) for row in rows]
     notes = [f"speed over {options.steps} steps, loss after {options.quality_steps}; two hosts, one thread each"]
-    bench.show("Gradient syncs", rows, notes, options.json)
+    return bench.Report("Gradient syncs", rows, notes)
 
 
 if __name__ == "__main__":
-    main()
+    if sys.argv[1:2] == ["--work"]:  # on a host
+        directory, exchange, steps, measured = sys.argv[2:]
+        work(Path(directory), exchange, int(steps), measured == "1")
+    bench.main(parser(), measure, report)

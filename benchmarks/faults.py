@@ -10,6 +10,7 @@ may continue alone; needs root. A fault is detected when a node reports it. Lost
 
 from __future__ import annotations
 
+import argparse
 import os
 import random
 import sys
@@ -158,39 +159,49 @@ KINDS: dict[str, tuple[str, Callable[[int], list[Recovery]]]] = {
 }
 
 
-def main() -> None:
-    arguments = bench.parser(__doc__)
-    arguments.set_defaults(rounds=3)
+def parser() -> argparse.ArgumentParser:
+    arguments = bench.parser(__doc__, rounds=3)
     arguments.add_argument("--only", nargs="+", choices=KINDS, default=list(KINDS))
-    options = arguments.parse_args()
-    absent = missing() if "host" in options.only else None
-    rows: list[dict[str, object]] = []
+    return arguments
+
+
+def measure(options: argparse.Namespace) -> dict[str, list[Recovery] | str]:
+    """Return the recoveries from each kind of fault, or why it cannot be caused here."""
+    recoveries: dict[str, list[Recovery] | str] = {}
     for kind in options.only:
-        title, measure = KINDS[kind]
-        if kind == "host" and absent is not None:
-            continue
-        found = measure(options.rounds)
-        seen = [one for one, _, _ in found if one is not None]
-        rows.append(
-            {
-                "fault": title,
-                "detected s": bench.median(seen) if seen else "-",
-                "max": max(seen) if seen else "-",
-                "training again s": bench.median([again for _, again, _ in found]),
-                "max ": max(again for _, again, _ in found),
-                "max steps lost": max(lost for _, _, lost in found),
-                "promised": PROMISES[kind],
-            }
-        )
-    load = os.getloadavg()[0]
+        _, recover = KINDS[kind]
+        reason = missing() if kind == "host" else None
+        recoveries[kind] = recover(options.rounds) if reason is None else reason
+    return recoveries
+
+
+def report(options: argparse.Namespace, recoveries: dict[str, list[Recovery] | str]) -> bench.Report:
+    rows: list[dict[str, object]] = []
     notes = [
         f"median and maximum of {options.rounds}; a save every {SAVE_EVERY} steps of at least {PACE} s",
         "only recorded steps count as lost; a machine without power loses the records of its last second, too",
-        f"{os.cpu_count()} cores; load at the end: {load:.1f}",
-        *([f"no hosts: {absent}"] if absent else []),
+        f"{os.cpu_count()} cores; load at the end: {os.getloadavg()[0]:.1f}",
     ]
-    bench.show("Recovery from faults", rows, notes, options.json)
+    for kind, measured in recoveries.items():
+        title, _ = KINDS[kind]
+        if isinstance(measured, str):
+            notes.append(f"{title}: not measured: {measured}")
+            continue
+        detected = [seconds for seconds, _, _ in measured if seconds is not None]
+        again = [seconds for _, seconds, _ in measured]
+        rows.append(
+            {
+                "fault": title,
+                "detected s": bench.median(detected) if detected else "-",
+                "max": max(detected) if detected else "-",
+                "training again s": bench.median(again),
+                "max ": max(again),
+                "max steps lost": max(lost for _, _, lost in measured),
+                "promised": PROMISES[kind],
+            }
+        )
+    return bench.Report("Recovery from faults", rows, notes)
 
 
 if __name__ == "__main__":
-    main()
+    bench.main(parser(), measure, report)

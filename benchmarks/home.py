@@ -11,6 +11,7 @@ puts 200 clients against one.
 
 from __future__ import annotations
 
+import argparse
 import gzip
 import io
 import json
@@ -29,7 +30,6 @@ from typing import Any
 import bench
 import serve_load
 
-EXAMPLES = Path(__file__).parent.parent / "examples"
 BEAM = 4
 RUNS = {"translate": "en-de", "classify": "photos"}
 FORMS = {
@@ -160,7 +160,7 @@ def packtrain(*arguments: str) -> None:
 
 def train(recipe: str, store: Path, settings: Sequence[str]) -> None:
     given = [word for setting in settings for word in ("--set", setting)]
-    packtrain("run", str(EXAMPLES / f"{recipe}.yaml"), "--set", f"store={store}", *given)
+    packtrain("run", str(bench.EXAMPLES / f"{recipe}.yaml"), "--set", f"store={store}", *given)
 
 
 def export(recipe: str, store: Path, folder: Path, *options: str) -> Path:
@@ -171,7 +171,7 @@ def export(recipe: str, store: Path, folder: Path, *options: str) -> Path:
 
 
 def task_of(recipe: str, directory: Path, count: int) -> Task:
-    data = EXAMPLES / "data"
+    data = bench.EXAMPLES / "data"
     if recipe == "translate":
         sides = [
             gzip.decompress((data / "en-de" / f"test.{side}.gz").read_bytes()).decode().splitlines()[:count]
@@ -223,8 +223,16 @@ def row_of(name: str, task: Task, rounds: Sequence[dict[str, Any]], starts: Sequ
     return {**row, **task.score(rounds[0]["outputs"]), "start s": start, "MB": middle("megabytes")}
 
 
-def compare(task: Task, store: Path, directory: Path, turns: int) -> list[dict[str, object]]:
-    """Return a row for each contender."""
+@dataclass(frozen=True)
+class Comparison:
+    """What each contender took for the task in each round, and the seconds of its starts."""
+
+    task: Task
+    rounds: dict[str, list[dict[str, Any]]]
+    starts: dict[str, list[float]]
+
+
+def compare(task: Task, store: Path, directory: Path, turns: int) -> Comparison:
     contenders: dict[str, tuple[str, Path]] = {}
     for number, (name, options) in enumerate(FORMS[task.recipe].items()):
         contenders[name] = ("model", export(task.recipe, store, directory / str(number), *options))
@@ -232,7 +240,7 @@ def compare(task: Task, store: Path, directory: Path, turns: int) -> list[dict[s
     for name, kind in LIMITS[task.recipe].items():
         contenders[name] = (kind, directory / "0")
     file = directory / "inputs.txt"
-    file.write_text("".join(f"{one}\n" for one in task.inputs))
+    file.write_text("".join(f"{text}\n" for text in task.inputs))
     rounds: dict[str, list[dict[str, Any]]] = {name: [] for name in contenders}
     starts: dict[str, list[float]] = {name: [] for name in contenders}
     for _ in range(turns):
@@ -240,26 +248,20 @@ def compare(task: Task, store: Path, directory: Path, turns: int) -> list[dict[s
             rounds[name].append(measured(kind, place, file))
             if kind in ("model", "run"):
                 starts[name].append(start_seconds(task.recipe, place, task.inputs[0]))
-    return [row_of(name, task, rounds[name], starts[name]) for name in contenders]
+    return Comparison(task, rounds, starts)
 
 
-def serve_rows(store: Path, directory: Path, texts: Sequence[str], requests: int) -> list[dict[str, object]]:
-    model = export("translate", store, directory / "model", "--int8")
-    return serve_load.rows_of(serve_load.measure_serve(model, texts, requests=requests))
-
-
-def main() -> None:
-    arguments = bench.parser(__doc__)
-    arguments.set_defaults(rounds=3)
+def parser() -> argparse.ArgumentParser:
+    arguments = bench.parser(__doc__, rounds=3)
     arguments.add_argument("what", nargs="?", choices=["translate", "classify", "serve"], default="translate")
     arguments.add_argument("--inputs", type=int, default=800)
     arguments.add_argument("--store", type=Path, help="with the run of the example; without it one is trained")
     arguments.add_argument("--set", action="append", default=[], metavar="FIELD=VALUE", help="for the training")
-    arguments.add_argument("--contender", nargs=3, metavar=("KIND", "PLACE", "FILE"), help="only this, for itself")
-    options = arguments.parse_args()
-    if options.contender:
-        contend(*options.contender)
-        return
+    return arguments
+
+
+def measure(options: argparse.Namespace) -> tuple[float, Comparison | tuple[serve_load.Load, serve_load.Load]]:
+    """Return the load of the machine after the training, and the comparison or the load on the service."""
     recipe = "classify" if options.what == "classify" else "translate"
     with tempfile.TemporaryDirectory() as temporary:
         directory = Path(temporary)
@@ -267,15 +269,27 @@ def main() -> None:
         store = options.store or directory / "store"
         if options.store is None:
             train(recipe, store, options.set)
-        load = f"load {os.getloadavg()[0]:.1f} before"
+        load = os.getloadavg()[0]
         task = task_of(recipe, directory, options.inputs)
         if options.what == "serve":
-            rows = serve_rows(store, directory, task.inputs, options.inputs)
-            bench.show("packtrain serve, CTranslate2 int8", rows, [load], options.json)
-        else:
-            rows = compare(task, store, directory, options.rounds)
-            bench.show(f"{recipe} at home", rows, [f"beam {BEAM}; {load}"], options.json)
+            model = export("translate", store, directory / "model", "--int8")
+            return load, serve_load.measure_serve(model, task.inputs, requests=options.inputs)
+        return load, compare(task, store, directory, options.rounds)
+
+
+def report(
+    options: argparse.Namespace, result: tuple[float, Comparison | tuple[serve_load.Load, serve_load.Load]]
+) -> bench.Report:
+    load, figures = result
+    note = f"load {load:.1f} before"
+    if not isinstance(figures, Comparison):
+        return bench.Report("packtrain serve, CTranslate2 int8", serve_load.rows_of(figures), [note])
+    rows = [row_of(name, figures.task, rounds, figures.starts[name]) for name, rounds in figures.rounds.items()]
+    return bench.Report(f"{options.what} at home", rows, [f"beam {BEAM}; {note}"])
 
 
 if __name__ == "__main__":
-    main()
+    if sys.argv[1:2] == ["--contender"]:  # a process of its own
+        contend(*sys.argv[2:])
+    else:
+        bench.main(parser(), measure, report)

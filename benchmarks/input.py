@@ -21,6 +21,7 @@ import tarfile
 import tempfile
 import time
 from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
 from importlib.util import find_spec
 from multiprocessing.connection import Connection
 from pathlib import Path
@@ -261,8 +262,9 @@ def dali(jpegs: Sequence[bytes], folder: Path, workers: int) -> Epoch:
 
 
 Contender = Callable[[Sequence[bytes], Path, int], Epoch]
+OURS = "packtrain"
 CONTENDERS: dict[str, tuple[str, Contender]] = {
-    "packtrain": ("packtrain", packtrain),
+    OURS: ("packtrain", packtrain),
     "torch DataLoader + Pillow": ("torch", torch_and_pillow),
     "webdataset": ("webdataset", webdataset),
     "mosaicml-streaming": ("streaming", mosaicml_streaming),
@@ -358,11 +360,40 @@ def parts_of_time(jpegs: Sequence[bytes]) -> str:
     return "of packtrain, in ms: " + ", ".join(f"{name} {mean:.2f}" for name, mean in means)
 
 
-def images(options: argparse.Namespace) -> None:
+@dataclass(frozen=True)
+class Measurements:
+    """CPU and wall milliseconds per image, by loader and round; of a loader that fails here there are none."""
+
+    loaders: dict[str, list[tuple[float, float]]]
+    about_images: str
+    parts_of_time: str
+
+
+def about(jpegs: Sequence[bytes], photos: Path | None) -> str:
+    width, height = np.mean([Image.open(io.BytesIO(jpeg)).size for jpeg in jpegs], axis=0)
+    return (
+        f"{len(jpegs)} images, {len(set(jpegs))} of them different,"
+        f" {f'from {photos}' if photos else 'made up: noise of all scales and some shapes, 4:2:0'};"
+        f" {width:.0f} x {height:.0f} pixels and {np.mean([*map(len, jpegs)]) / 1000:.0f} kB on average"
+    )
+
+
+def parser() -> argparse.ArgumentParser:
+    arguments = bench.parser(__doc__)
+    arguments.add_argument("--images", type=int, default=384, help="JPEGs per epoch")
+    arguments.add_argument("--workers", type=int, default=2, help="threads or worker processes per contender")
+    arguments.add_argument("--photos", type=Path, help="a folder of JPEGs")
+    return arguments
+
+
+def measure(options: argparse.Namespace) -> Measurements:
     jpegs = photographs_in(options.photos, options.images) if options.photos else photographs(options.images)
-    sizes = [Image.open(io.BytesIO(jpeg)).size for jpeg in jpegs]
-    width, height = np.mean(sizes, axis=0)
-    figures = compare_images(jpegs, options.rounds, options.workers)
+    loaders = compare_images(jpegs, options.rounds, options.workers)
+    return Measurements(loaders, about(jpegs, options.photos), parts_of_time(jpegs))
+
+
+def report(options: argparse.Namespace, measured: Measurements) -> bench.Report:
+    loaders = measured.loaders
     rows: list[dict[str, Any]] = [
         {
             "loader": name,
@@ -371,43 +402,26 @@ def images(options: argparse.Namespace) -> None:
             "max": max(cpu for cpu, _ in turns),
             "wall ms/image": bench.median([wall for _, wall in turns]),
         }
-        for name, turns in figures.items()
+        for name, turns in loaders.items()
         if turns
     ]
     notes = [
-        f"{len(jpegs)} images, {len(set(jpegs))} of them different,"
-        f" {f'from {options.photos}' if options.photos else 'made up: noise of all scales and some shapes, 4:2:0'};"
-        f" {width:.0f} x {height:.0f} pixels and {np.mean([*map(len, jpegs)]) / 1000:.0f} kB on average;"
-        f" {options.workers} threads or worker processes each"
+        f"{measured.about_images}; {options.workers} threads or worker processes each",
+        measured.parts_of_time,
+        "wall times favor loaders that prepare batches between their turns (DALI): compare CPU times",
     ]
-    notes.append(parts_of_time(jpegs))
-    notes.append("wall times favor loaders that prepare batches between their turns (DALI): compare CPU times")
-    failed = [name for name, turns in figures.items() if not turns]
-    if failed:
+    if failed := [name for name, turns in loaders.items() if not turns]:
         notes.append(f"installed, but fail here: {', '.join(failed)}")
-    absent = [name for name, (module, _) in CONTENDERS.items() if not installed(module)]
-    notes.append(f"not installed: {', '.join([*absent, 'ffcv (source only on PyPI; needs OpenCV to build)'])}")
-    ours, *peers = rows
-    if peers:
-        best = min(peers, key=lambda row: row["CPU ms/image"])
-        ratios = [
-            theirs / mine
-            for (theirs, _), (mine, _) in zip(figures[str(best["loader"])], figures[str(ours["loader"])], strict=True)
-        ]
+    notes += bench.not_installed([*CONTENDERS, "ffcv (source only on PyPI; needs OpenCV to build)"], loaders)
+    if peers := [row for row in rows if row["loader"] != OURS]:
+        best = min(peers, key=lambda row: float(row["CPU ms/image"]))
+        ratios = [theirs / mine for (theirs, _), (mine, _) in zip(loaders[best["loader"]], loaders[OURS], strict=True)]
         notes.append(
             f"the best peer, {best['loader']}, takes {bench.median(ratios):.2f} x the CPU time of packtrain"
             f" (median of {options.rounds} rounds, {min(ratios):.2f} to {max(ratios):.2f})"
         )
-    bench.show(f"Random crops of {SIZE} pixels from JPEGs", rows, notes, options.json)
-
-
-def main() -> None:
-    arguments = bench.parser(__doc__)
-    arguments.add_argument("--images", type=int, default=384, help="JPEGs per epoch")
-    arguments.add_argument("--workers", type=int, default=2, help="threads or worker processes per contender")
-    arguments.add_argument("--photos", type=Path, help="a folder of JPEGs")
-    images(arguments.parse_args())
+    return bench.Report(f"Random crops of {SIZE} pixels from JPEGs", rows, notes)
 
 
 if __name__ == "__main__":
-    main()
+    bench.main(parser(), measure, report)

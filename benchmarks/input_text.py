@@ -9,6 +9,7 @@ The notes give the share of padding, and the time to find a step of a large set.
 
 from __future__ import annotations
 
+import argparse
 import gc
 import importlib.util
 import os
@@ -16,6 +17,8 @@ import tempfile
 import time
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from itertools import islice
 from pathlib import Path
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")
@@ -35,26 +38,27 @@ from packtrain.pack.shard import Columns, Ragged, encode_shard
 from packtrain.pack.vocabulary import BOS, EOS, PAD, Vocabulary
 from packtrain.system import sha256_of
 
-EXAMPLES = Path(__file__).parent.parent / "examples" / "data" / "en-de"
+DATA = bench.EXAMPLES / "data" / "en-de"
 VOCABULARY = 4000
 SHARD_PAIRS = 250_000  # as in packs
 FAST_BATCHES, SLOW_BATCHES = 400, 20  # per round: ours, and those that take a hundred times as long
-LARGE = 1_300_000
+OURS = "packtrain"
+CONTENDERS = (OURS, "torch DataLoader, lists", "Hugging Face datasets", "mosaicml-streaming")
 
 Rows = list[list[int]]
 Tensors = tuple[torch.Tensor, torch.Tensor]
 Contender = Callable[[Sequence[Ids]], Iterator[Tensors]]
 
 
-def corpus(pairs: int) -> tuple[Rows, Rows]:
-    read = list(
-        BitextSource(paths=(str(EXAMPLES / "train.en.gz"), str(EXAMPLES / "train.de.gz"))).pairs(lambda *_: None)
-    )
+def corpus(pairs: int) -> tuple[Rows, Rows, int]:
+    """Return so many sources and targets, and how many of them come before the first repetition."""
+    source = BitextSource(paths=(str(DATA / "train.en.gz"), str(DATA / "train.de.gz")))
+    read = list(islice(source.pairs(lambda *_: None), pairs))
     vocabulary = Vocabulary.fit((text for pair in read for text in (pair.source, pair.target)), VOCABULARY)
     sources = [[*row, EOS] for row in vocabulary.encode([pair.source for pair in read])]
     targets = [[BOS, *row, EOS] for row in vocabulary.encode([pair.target for pair in read])]
     times = -(-pairs // len(read))
-    return (sources * times)[:pairs], (targets * times)[:pairs]
+    return (sources * times)[:pairs], (targets * times)[:pairs], len(read)
 
 
 def packed(sources: Rows, targets: Rows, folder: Path) -> SplitReader:
@@ -148,74 +152,84 @@ def order_of(source: Ids, target: Ids, budget: int) -> Order:
     return Order(target - 1, sort_keys(source, target), lambda _: budget, 1, np.maximum(source, target))
 
 
-def notes_on_order(source: Ids, target: Ids, once: int) -> Iterator[str]:
+def notes_on_order(source: Ids, target: Ids, once: int, large: int) -> Iterator[str]:
     """Padding on the corpus itself, not repeated; the time for an epoch's order, of which any step is an element."""
     own = source[:once], target[:once]
     shares = [f"{budget:,}: {padding(*own, order_of(*own, budget).batches(0)):.1%}" for budget in (640, 8192, 25000)]
     yield f"padding of both sides together, by budget: {', '.join(shares)}"
-    large = np.resize(source, LARGE), np.resize(target, LARGE)
-    ones = np.ones(LARGE, np.int64)
+    resized = np.resize(source, large), np.resize(target, large)
+    ones = np.ones(large, np.int64)
     orders = {
-        "pairs, 640 tokens": order_of(*large, 640),
-        "pairs, 25,000 tokens": order_of(*large, 25000),
+        "pairs, 640 tokens": order_of(*resized, 640),
+        "pairs, 25,000 tokens": order_of(*resized, 25000),
         "images, 256": Order(ones, ones, lambda _: 256, 1),
         "images, 256, weights 2 and 0.5": Order(
-            ones, ones, lambda _: 256, 1, None, (LARGE // 2, LARGE - LARGE // 2), (2.0, 0.5)
+            ones, ones, lambda _: 256, 1, None, (large // 2, large - large // 2), (2.0, 0.5)
         ),
     }
     for name, order in orders.items():
         started = time.perf_counter()
         order.batches(3)
-        yield f"to find a step of {LARGE:,} ({name}): {time.perf_counter() - started:.2f} s"
+        yield f"to find a step of {large:,} ({name}): {time.perf_counter() - started:.2f} s"
 
 
-def main() -> None:
+@dataclass(frozen=True)
+class Measurements:
+    """Million tokens per CPU second, by contender and round; and notes on the order of batches."""
+
+    rates: dict[str, list[float]]
+    notes_on_order: list[str]
+
+
+def parser() -> argparse.ArgumentParser:
     arguments = bench.parser(__doc__)
     arguments.add_argument("--pairs", type=int, default=500_000)
     arguments.add_argument("--budget", type=int, default=8192)
-    options = arguments.parse_args()
+    arguments.add_argument("--large", type=int, default=1_300_000, help="samples of the set to find a step of")
+    return arguments
+
+
+def measure(options: argparse.Namespace) -> Measurements:
     torch.set_num_threads(1)
     with tempfile.TemporaryDirectory() as directory:
         folder = Path(directory)
-        sources, targets = corpus(options.pairs)
+        sources, targets, once = corpus(options.pairs)
         split = packed(sources, targets, folder)
-        contenders = {"packtrain": ours(split), "torch DataLoader, lists": lists(sources, targets)}
-        missing = []
+        contenders = {OURS: ours(split), "torch DataLoader, lists": lists(sources, targets)}
         if importlib.util.find_spec("datasets"):
             contenders["Hugging Face datasets"] = hugging_face(sources, targets)
-        else:
-            missing.append("datasets")
         if importlib.util.find_spec("streaming"):
             contenders["mosaicml-streaming"] = mosaic(sources, targets, folder)
-        else:
-            missing.append("mosaicml-streaming")
 
         lengths = split.lengths("source"), split.lengths("target")
         batches = order_of(*lengths, options.budget).batches(0)
         for name, contender in contenders.items():
-            assert same(contenders["packtrain"], contender, batches[:3]), f"{name} makes different batches"
+            assert same(contenders[OURS], contender, batches[:3]), f"{name} makes different batches"
         gc.collect()
         gc.freeze()  # one contender's lists must not slow down the others
         rates: dict[str, list[float]] = {name: [] for name in contenders}
         for turn in range(options.rounds):
             for name, contender in contenders.items():
-                count = FAST_BATCHES if name == "packtrain" else SLOW_BATCHES
+                count = FAST_BATCHES if name == OURS else SLOW_BATCHES
                 first = turn * count % max(1, len(batches) - count)
                 part = batches[first : first + count]
                 rates[name].append(million_tokens_per_second(contender, part, lengths[0] + lengths[1]))
-        once = min(options.pairs, 74_978)
-        notes = [f"not installed: {name}" for name in missing] + list(notes_on_order(*lengths, once))
-    mine = bench.median(rates["packtrain"])
+        return Measurements(rates, list(notes_on_order(*lengths, once, options.large)))
+
+
+def report(options: argparse.Namespace, measured: Measurements) -> bench.Report:
+    mine = bench.median(measured.rates[OURS])
     rows = [
         {
             "batches from": name,
-            "M tokens/CPU s": bench.median(values),
-            "speedup of packtrain": mine / bench.median(values),
+            "M tokens/CPU s": bench.median(rates),
+            "speedup of packtrain": mine / bench.median(rates),
         }
-        for name, values in rates.items()
+        for name, rates in measured.rates.items()
     ]
-    bench.show(f"Padded batches of text, {options.budget:,} tokens", rows, notes, options.json)
+    notes = [*bench.not_installed(CONTENDERS, measured.rates), *measured.notes_on_order]
+    return bench.Report(f"Padded batches of text, {options.budget:,} tokens", rows, notes)
 
 
 if __name__ == "__main__":
-    main()
+    bench.main(parser(), measure, report)

@@ -1,6 +1,6 @@
 """Time and memory of packing images, against decoding and encoding alone on the same cores; or of packing pairs.
 
-    python benchmarks/pack.py [--json] [--images 8000] [--gigabytes 0] [--pairs 0]
+    python benchmarks/pack.py [--json] [--rounds 5] [--images 8000] [--gigabytes 0] [--pairs 0]
 
 The images are synthetic: smooth noise of ImageNet's size, quality 92. With --gigabytes the set is that large (the same
 files under many names), and only memory and rate are printed: memory should not grow with the set.
@@ -11,12 +11,14 @@ distinct words they have: about two new ones in three pairs.
 
 from __future__ import annotations
 
+import argparse
 import io
 import os
 import tempfile
 import threading
 import time
 from concurrent.futures import ProcessPoolExecutor
+from dataclasses import dataclass
 from multiprocessing import get_context
 from pathlib import Path
 
@@ -134,39 +136,64 @@ def seconds_packing(source: dict[str, str], store: Path) -> tuple[float, int]:
         return time.perf_counter() - started, memory.bytes
 
 
-def main() -> None:
+@dataclass(frozen=True)
+class Packing:
+    """How long it took to pack a set, and to decode and encode its images alone."""
+
+    count: int
+    raw_bytes: int
+    seconds: float
+    peak_bytes: int
+    alone_seconds: float | None = None
+
+
+def parser() -> argparse.ArgumentParser:
     arguments = bench.parser(__doc__)
     arguments.add_argument("--images", type=int, default=8000)
     arguments.add_argument("--gigabytes", type=float, default=0.0)
     arguments.add_argument("--pairs", type=int, default=0)
-    options = arguments.parse_args()
+    return arguments
+
+
+def measure(options: argparse.Namespace) -> list[Packing]:
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
         if options.pairs:
-            make_pairs(folder / "pairs.tsv", options.pairs)
-            seconds, peak = seconds_packing({"bitext": str(folder / "pairs.tsv")}, folder / "store")
-            row = {"pairs": options.pairs, "pack, s": seconds, "pairs/s": options.pairs / seconds}
-            bench.show("Packing pairs", [{**row, "peak memory, MB": peak / 1e6}], [], options.json)
-            return
+            path = folder / "pairs.tsv"
+            make_pairs(path, options.pairs)
+            seconds, peak = seconds_packing({"bitext": str(path)}, folder / "store")
+            return [Packing(options.pairs, path.stat().st_size, seconds, peak)]
         count = options.images
         if options.gigabytes:
             count = int(options.gigabytes * 1e9 / (make_set(folder / "probe", 50) / 50))
         size = make_set(folder / "raw", count)
-        rows: list[dict[str, object]] = []
-        ratios = []
+        rounds = []
         for number in range(1 if options.gigabytes else options.rounds):
-            alone = 0.0 if options.gigabytes else seconds_alone(folder / "raw")
-            packing, peak = seconds_packing({"imagenet": str(folder / "raw")}, folder / f"store-{number}")
-            ratios.append(packing / alone if alone else 0.0)
-            rows.append(
-                {
-                    "images": count, "raw GB": size / 1e9, "recode alone, s": alone, "pack, s": packing,
-                    "images/s": count / packing, "peak memory, MB": peak / 1e6,
-                }
-            )  # fmt: skip
-    note = f"packing takes {bench.median(ratios):.2f} times as long as decoding and encoding alone"
-    bench.show("Packing images", rows, [] if options.gigabytes else [note], options.json)
+            alone = None if options.gigabytes else seconds_alone(folder / "raw")
+            seconds, peak = seconds_packing({"imagenet": str(folder / "raw")}, folder / f"store-{number}")
+            rounds.append(Packing(count, size, seconds, peak, alone))
+        return rounds
+
+
+def report(options: argparse.Namespace, rounds: list[Packing]) -> bench.Report:
+    noun = "pairs" if options.pairs else "images"
+    rows: list[dict[str, object]] = [
+        {
+            noun: packing.count,
+            "raw GB": packing.raw_bytes / 1e9,
+            **({} if packing.alone_seconds is None else {"recode alone, s": packing.alone_seconds}),
+            "pack, s": packing.seconds,
+            f"{noun}/s": packing.count / packing.seconds,
+            "peak memory, MB": packing.peak_bytes / 1e6,
+        }
+        for packing in rounds
+    ]
+    ratios = [packing.seconds / packing.alone_seconds for packing in rounds if packing.alone_seconds]
+    notes = []
+    if ratios:
+        notes.append(f"packing takes {bench.median(ratios):.2f} times as long as decoding and encoding alone")
+    return bench.Report(f"Packing {noun}", rows, notes)
 
 
 if __name__ == "__main__":
-    main()
+    bench.main(parser(), measure, report)

@@ -9,6 +9,7 @@ the link makes steps slow, it has a quarter of the steps. The goal is a differen
 
 from __future__ import annotations
 
+import argparse
 import gzip
 import json
 import os
@@ -17,7 +18,6 @@ import tempfile
 from collections.abc import Mapping
 from itertools import islice
 from pathlib import Path
-from statistics import median
 from typing import Any
 
 import bench
@@ -31,8 +31,7 @@ from packtrain.run.run import open_run
 from packtrain.start import load, pack_data
 from packtrain.store import open_store
 
-HERE = Path(__file__).parent
-DATA = HERE.parent / "examples" / "data" / "en-de"
+DATA = bench.EXAMPLES / "data" / "en-de"
 HOSTS = {"2 hosts, 1 Gbit/s": 1e9, "2 hosts, 100 Mbit/s": 1e8}
 CASES = ["1 worker", "2 workers", *HOSTS]
 PATIENCE_SECONDS = 900
@@ -105,12 +104,12 @@ def on_this_machine(workers: int, folder: Path, steps: int, seconds: float) -> d
 def on_hosts(bits_per_second: float, folder: Path, steps: int, seconds: float) -> dict[str, float]:
     from parts.hosts import hosts
 
-    with hosts(folder / "scratch", 2, shared=[HERE.parent]) as network:
+    with hosts(folder / "scratch", 2, shared=[bench.REPOSITORY]) as network:
         for host in network:
             host.rate(bits_per_second)
         # The hosts' own Python with this source, wherever it is.
         python = network.shared / "python"
-        source = HERE.parent / "src"
+        source = bench.REPOSITORY / "src"
         python.write_text(f'#!/bin/sh\nPYTHONPATH={source} OMP_NUM_THREADS=1 exec {sys.executable} "$@"\n')
         python.chmod(0o755)
         names = [host.name for host in network]
@@ -123,34 +122,46 @@ def on_hosts(bits_per_second: float, folder: Path, steps: int, seconds: float) -
         return measured(path, True, seconds, environment)
 
 
-def main() -> None:
-    arguments = bench.parser(__doc__)
-    arguments.set_defaults(rounds=1)
+def parser() -> argparse.ArgumentParser:
+    arguments = bench.parser(__doc__, rounds=1)
     arguments.add_argument("--steps", type=int, default=300)
     arguments.add_argument("--seconds", type=float, default=4.0, help="of steps that a plan measures")
     arguments.add_argument("--only", nargs="*", choices=CASES, default=CASES)
-    options = arguments.parse_args()
-    sys.path.insert(0, str(HERE.parent / "tests"))
+    return arguments
+
+
+def measure(options: argparse.Namespace) -> dict[str, list[dict[str, float]] | str]:
+    """Return the figures of each case and round, or why it cannot be measured here."""
+    sys.path.insert(0, str(bench.REPOSITORY / "tests"))
     from parts.hosts import missing
 
-    notes = [f"{options.steps} steps; a positive difference means that it took longer than predicted"]
-    rows: list[dict[str, object]] = []
+    figures: dict[str, list[dict[str, float]] | str] = {}
     for case in options.only:
         if case in HOSTS and (reason := missing()):
-            notes.append(f"{case}: {reason}")
+            figures[case] = reason
             continue
-        found = []
+        figures[case] = rounds = []
         for _ in range(options.rounds):
             with tempfile.TemporaryDirectory(prefix="plan-") as name:
                 folder = Path(name)
                 if case in HOSTS:
-                    found.append(on_hosts(HOSTS[case], folder, max(6, options.steps // 4), options.seconds))
+                    rounds.append(on_hosts(HOSTS[case], folder, max(6, options.steps // 4), options.seconds))
                 else:
-                    found.append(on_this_machine(int(case[0]), folder, options.steps, options.seconds))
-        rows.append({"case": case, **{name: median(one[name] for one in found) for name in found[0]}})
-        print(rows[-1], file=sys.stderr, flush=True)
-    bench.show("Plans", rows or [{"case": "none measured"}], notes, options.json)
+                    rounds.append(on_this_machine(int(case[0]), folder, options.steps, options.seconds))
+        print(case, rounds, file=sys.stderr, flush=True)
+    return figures
+
+
+def report(options: argparse.Namespace, figures: dict[str, list[dict[str, float]] | str]) -> bench.Report:
+    notes = [f"{options.steps} steps; a positive difference means that it took longer than predicted"]
+    rows: list[dict[str, object]] = []
+    for case, rounds in figures.items():
+        if isinstance(rounds, str):
+            notes.append(f"{case}: not measured: {rounds}")
+        else:
+            rows.append({"case": case, **{name: bench.median([turn[name] for turn in rounds]) for name in rounds[0]}})
+    return bench.Report("Plans", rows, notes)
 
 
 if __name__ == "__main__":
-    main()
+    bench.main(parser(), measure, report)

@@ -10,6 +10,7 @@ evaluated on the validation split in the same way.
 
 from __future__ import annotations
 
+import argparse
 import os
 import tempfile
 import time
@@ -25,24 +26,13 @@ import torch
 from torch import nn
 
 import bench
+import example
 from packtrain.data.order import Ids, spread
-from packtrain.data.pack import Pack
-from packtrain.job.load import load_job
-from packtrain.pack.build import PlainProgress
-from packtrain.pack.packing import pack
-from packtrain.pack.workers import InProcess
-from packtrain.recipes import EvaluationRequest, Recipe, recipe_class, recipe_defaults
-from packtrain.run.code import archive
-from packtrain.run.run import create_run
-from packtrain.store import Store, open_store
-from packtrain.train.control import Control
+from packtrain.recipes import EvaluationRequest, Recipe, recipe_class
+from packtrain.store import Store
 from packtrain.train.engine import Ema
 from packtrain.train.progress import Progress
-from packtrain.train.trainer import Trainer
-from packtrain.train.world import World
-from step import Timer, TimingClock
 
-EXAMPLES = Path(__file__).parent.parent / "examples"
 RECIPES = ("translate", "classify", "chat", "caption")
 BEAM = 1
 
@@ -56,28 +46,21 @@ class Learned:
 
 
 def prepared(name: str, share: float, directory: Path) -> tuple[Recipe, Store]:
-    path = EXAMPLES / f"{name}.yaml"
-    duration = load_job(path, [], recipe_defaults).job.train.duration
+    duration = example.load(name).train.duration
     amount = max(1, round(duration.value * share))
-    settings = [
-        f"train.duration={amount} {duration.unit}", "evaluate.every=null", f"evaluate.beam={BEAM}",
+    job = example.load(
+        name, f"train.duration={amount} {duration.unit}", "evaluate.every=null", f"evaluate.beam={BEAM}",
         "evaluate.samples=0", "data.test=[]", "checkpoint.every=1 h",
-    ]  # fmt: skip
-    job = load_job(path, settings, recipe_defaults).job
-    store = open_store(str(directory / "store"), create=True)
-    manifest = pack(job.name, job.data, store, InProcess(), PlainProgress(lambda _: None))
-    return recipe_class(name)(job, Pack(store, manifest.name, directory / "cache")), store
+    )  # fmt: skip
+    return example.packed(job, directory)
 
 
 def ours(recipe: Recipe, store: Store, decoded_samples: int) -> Learned:
-    run = create_run(store, recipe.job, archive({}), recipe.pack.name)
-    timer = Timer()
+    timer = example.Timer()
     timer.tick()
-    with tempfile.TemporaryDirectory() as control:
-        trainer = Trainer(run, recipe, World(), 1, Control(Path(control)), clock=TimingClock(timer.tick))
-        trainer.train()
-    wall, processor = (clock[-1] - clock[0] for clock in (timer.wall, timer.processor))
-    return Learned(trainer.step, wall, processor, score(recipe, trainer._engine.evaluation_model(), decoded_samples))
+    trainer, _ = example.train(recipe, store, timer.tick)
+    spent = [clock[-1] - clock[0] for clock in (timer.wall, timer.processor)]
+    return Learned(trainer.step, *spent, score(recipe, trainer._engine.evaluation_model(), decoded_samples))
 
 
 def shuffled(recipe: Recipe, batch: int) -> Iterator[tuple[int, float, Ids]]:
@@ -99,12 +82,12 @@ def bare(recipe: Recipe, most: Learned, clock: str, decoded_samples: int) -> Lea
     model = recipe.build_model()
     ema = None if settings.ema is None else Ema(model, settings.ema)
     optimizer, rate = settings.optimizer.build(model), settings.schedule.build(recipe.width, settings.duration)
-    timer = Timer()
+    timer = example.Timer()
     timer.tick()
     step = 0
     for epoch, epochs, ids in shuffled(recipe, settings.batch.value):
-        wall, processor = time.perf_counter() - timer.wall[0], time.process_time() - timer.processor[0]
-        if wall >= most.wall_seconds if clock == "wall" else processor >= most.processor_seconds:
+        spent = [time.perf_counter() - timer.wall[0], time.process_time() - timer.processor[0]]
+        if spent[0] >= most.wall_seconds if clock == "wall" else spent[1] >= most.processor_seconds:
             break
         recipe.prepare(epoch, model)
         model.train()
@@ -119,7 +102,7 @@ def bare(recipe: Recipe, most: Learned, clock: str, decoded_samples: int) -> Lea
         if ema is not None:
             ema.update(step)
         step += 1
-    return Learned(step, wall, processor, score(recipe, (model if ema is None else ema.model).eval(), decoded_samples))
+    return Learned(step, *spent, score(recipe, (model if ema is None else ema.model).eval(), decoded_samples))
 
 
 def score(recipe: Recipe, model: nn.Module, decoded_samples: int) -> float:
@@ -130,36 +113,44 @@ def score(recipe: Recipe, model: nn.Module, decoded_samples: int) -> float:
     return recipe.score("valid", decoded, [part]).values[recipe.best_metric]
 
 
-def main() -> None:
-    arguments = bench.parser(__doc__)
-    arguments.set_defaults(rounds=1)
+def parser() -> argparse.ArgumentParser:
+    arguments = bench.parser(__doc__, rounds=1)
     arguments.add_argument("recipes", nargs="*", default=list(RECIPES))
     arguments.add_argument("--share", type=float, default=1.0)
     arguments.add_argument("--decoded", type=int, default=200, help="validation samples")
     arguments.add_argument("--clock", choices=("wall", "cpu"), default="wall")
-    options = arguments.parse_args()
+    return arguments
+
+
+def measure(options: argparse.Namespace) -> dict[str, dict[str, Learned]]:
+    """Return what the two contenders learned, by recipe."""
     torch.set_num_threads(1)
-    rows = []
+    learned = {}
     for name in options.recipes:
         with tempfile.TemporaryDirectory() as directory:
             recipe, store = prepared(name, options.share, Path(directory))
             mine = ours(recipe, store, options.decoded)
-            theirs = bare(recipe, mine, options.clock, options.decoded)
-        for who, learned in (("packtrain", mine), ("bare PyTorch", theirs)):
-            rows.append(
-                {
-                    "recipe": name,
-                    "who": who,
-                    "steps": learned.steps,
-                    "seconds": learned.wall_seconds,
-                    "CPU seconds": learned.processor_seconds,
-                    "score": learned.score,
-                    "by": recipe_class(name).best_metric,
-                }
-            )
+            learned[name] = {"packtrain": mine, "bare PyTorch": bare(recipe, mine, options.clock, options.decoded)}
+    return learned
+
+
+def report(options: argparse.Namespace, learned: dict[str, dict[str, Learned]]) -> bench.Report:
+    rows = [
+        {
+            "recipe": name,
+            "who": who,
+            "steps": result.steps,
+            "seconds": result.wall_seconds,
+            "CPU seconds": result.processor_seconds,
+            "score": result.score,
+            "by": recipe_class(name).best_metric,
+        }
+        for name, contenders in learned.items()
+        for who, result in contenders.items()
+    ]
     notes = [f"{options.share:.0%} of the example's steps; greedy search on {options.decoded} validation samples"]
-    bench.show("Recipes", rows, notes, options.json)
+    return bench.Report("Recipes", rows, notes)
 
 
 if __name__ == "__main__":
-    main()
+    bench.main(parser(), measure, report)

@@ -22,7 +22,6 @@ from abc import ABC, abstractmethod
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import psutil
 
@@ -34,7 +33,7 @@ from packtrain.run.run import Run
 from packtrain.system import end_with_parent
 from packtrain.train.control import RUN_VARIABLE
 
-EXAMPLE = Path(__file__).parent.parent / "examples" / "translate.yaml"
+EXAMPLE = bench.EXAMPLES / "translate.yaml"
 PATIENCE_SECONDS = 100.0
 GRACE_SECONDS = 40.0  # torchrun gives its workers half a minute
 ERRORS = "errors.txt"
@@ -117,7 +116,7 @@ class ByHand(Contender):
             [
                 sys.executable, "-m", "torch.distributed.run", "--standalone", "--local-addr", "127.0.0.1",
                 "--nproc-per-node", "2", "--max-restarts", "1000",
-                str(Path(__file__).parent / "by_hand.py"), str(directory), str(store), str(save_every),
+                str(Path(__file__).parent / "peers" / "by_hand.py"), str(directory), str(store), str(save_every),
             ],
             env={
                 **os.environ, "OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo", "BY_HAND": self._mark,
@@ -201,24 +200,26 @@ def goodput_with_kills(contender: Contender, seconds: float, every: float) -> fl
     return 1 - lost_seconds(steps[steps.index(start) :]) / (steps[-1].time - start.time)
 
 
-def measure(contender: Contender, options: argparse.Namespace) -> dict[str, Any]:
-    found = kills(contender, options.rounds, 2 * options.save_every + 5)
-    return {
-        "seconds to the next step": bench.median([seconds for seconds, _ in found]),
-        "steps repeated": bench.median([float(steps) for _, steps in found]),
-        "goodput with kills": f"{goodput_with_kills(contender, options.seconds, options.every):.0%}",
-    }
+@dataclass(frozen=True)
+class Recovery:
+    """Seconds to the next step and steps repeated, of each kill; and the goodput with kills at regular intervals."""
+
+    kills: list[tuple[float, int]]
+    goodput: float
 
 
-def main() -> None:
-    arguments = bench.parser(__doc__)
-    arguments.set_defaults(rounds=3)
+def parser() -> argparse.ArgumentParser:
+    arguments = bench.parser(__doc__, rounds=3)
     arguments.add_argument("--seconds", type=float, default=120.0)
     arguments.add_argument("--every", type=float, default=30.0)
     arguments.add_argument("--save-every", type=int, default=20, help="steps")
     arguments.add_argument("--only", nargs="+", choices=CONTENDERS, default=list(CONTENDERS))
-    options = arguments.parse_args()
-    rows = []
+    return arguments
+
+
+def measure(options: argparse.Namespace) -> dict[str, Recovery | str]:
+    """Return what each contender took, or why it did not come back."""
+    recoveries: dict[str, Recovery | str] = {}
     with tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as place:
         for name in options.only:
             kind = CONTENDERS[name]
@@ -226,19 +227,38 @@ def main() -> None:
             directory.mkdir()
             contender = kind(directory, Path(place, "store"), options.save_every)
             try:
-                rows.append({"run": name, **measure(contender, options)})
+                single = kills(contender, options.rounds, 2 * options.save_every + 5)
+                goodput = goodput_with_kills(contender, options.seconds, options.every)
+                recoveries[name] = Recovery(single, goodput)
             except TimeoutError as error:
-                rows.append({"run": name, "seconds to the next step": str(error)})
+                recoveries[name] = str(error)
                 if (directory / ERRORS).exists():  # why, which torchrun alone knows
                     sys.stderr.write((directory / ERRORS).read_text())
             finally:
                 contender.end()
+    return recoveries
+
+
+def report(options: argparse.Namespace, recoveries: dict[str, Recovery | str]) -> bench.Report:
+    rows: list[dict[str, object]] = []
+    for name, recovery in recoveries.items():
+        if isinstance(recovery, str):
+            rows.append({"run": name, "seconds to the next step": recovery})
+            continue
+        rows.append(
+            {
+                "run": name,
+                "seconds to the next step": bench.median([seconds for seconds, _ in recovery.kills]),
+                "steps repeated": bench.median([float(steps) for _, steps in recovery.kills]),
+                "goodput with kills": f"{recovery.goodput:.0%}",
+            }
+        )
     notes = [
         f"medians of {options.rounds} kills; saves every {options.save_every} steps, 2 workers on this machine;"
         f" with kills: one every {options.every:.0f} s for {options.seconds:.0f} s"
     ]
-    bench.show("Recovery from a killed worker", rows, notes, options.json)
+    return bench.Report("Recovery from a killed worker", rows, notes)
 
 
 if __name__ == "__main__":
-    main()
+    bench.main(parser(), measure, report)

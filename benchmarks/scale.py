@@ -1,6 +1,6 @@
 """Cost of control: requests and bytes per node and second, and the time to form a generation.
 
-python benchmarks/scale.py [--json] [--rounds 5] [--nodes 2 8 32 128 512 1000] [--store directory s3]
+    python benchmarks/scale.py [--json] [--rounds 5] [--nodes 2 8 32 128 512 1000] [--store directory s3]
 
 The nodes are real but without torch: their workers do nothing. They share a clock that stops while they poll the store,
 so that the counts do not depend on how many nodes fit on this machine; the time that the store takes is measured.
@@ -12,7 +12,7 @@ time that the store takes per second of all nodes. look: the first member reads 
 
 from __future__ import annotations
 
-import builtins
+import argparse
 import contextlib
 import io
 import os
@@ -86,12 +86,12 @@ class CountingStore(Store):
         self._inner.get_file(key, path, limit)
         self._count(False, path.stat().st_size)
 
-    def list(self, prefix: str = "", after: str | None = None) -> builtins.list[Entry]:
+    def list(self, prefix: str = "", after: str | None = None) -> list[Entry]:
         entries = self._inner.list(prefix, after)
         self._count(False, _ENTRY_BYTES * len(entries))
         return entries
 
-    def folders(self, prefix: str) -> builtins.list[str]:
+    def folders(self, prefix: str) -> list[str]:
         names = self._inner.folders(prefix)
         self._count(False, _ENTRY_BYTES * len(names))
         return names
@@ -194,7 +194,7 @@ _RECIPE = {
 }
 
 
-def measure(kind: str, store: Store, count: int, rounds: int) -> dict[str, object]:
+def control_of(kind: str, store: Store, count: int, rounds: int) -> dict[str, object]:
     counting = CountingStore(store)
     with contextlib.redirect_stdout(io.StringIO()):  # nodes print what they do
         fleet = Fleet(counting, count)
@@ -288,19 +288,26 @@ def s3() -> Iterator[Callable[[], Store]]:
 STORES = {"directory": directory, "s3": s3}
 
 
-def main() -> None:
-    parser = bench.parser(__doc__)
-    parser.add_argument("--nodes", type=int, nargs="+", default=[2, 8, 32, 128, 512, 1000])
-    parser.add_argument("--store", choices=STORES, nargs="+", default=list(STORES))
-    options = parser.parse_args()
+def parser() -> argparse.ArgumentParser:
+    arguments = bench.parser(__doc__)
+    arguments.add_argument("--nodes", type=int, nargs="+", default=[2, 8, 32, 128, 512, 1000])
+    arguments.add_argument("--store", choices=STORES, nargs="+", default=list(STORES))
+    return arguments
+
+
+def measure(options: argparse.Namespace) -> list[dict[str, object]]:
     rows = []
     with tempfile.TemporaryDirectory() as cache:
         os.environ["PACKTRAIN_CACHE"] = cache
         for kind in options.store:
             with STORES[kind]() as fresh:
-                rows += [measure(kind, fresh(), count, options.rounds) for count in sorted(options.nodes)]
-    bench.show("Control", rows, list(notes_on(rows)), options.json)
+                rows += [control_of(kind, fresh(), count, options.rounds) for count in sorted(options.nodes)]
+    return rows
+
+
+def report(_: argparse.Namespace, rows: list[dict[str, object]]) -> bench.Report:
+    return bench.Report("Control", rows, list(notes_on(rows)))
 
 
 if __name__ == "__main__":
-    main()
+    bench.main(parser(), measure, report)

@@ -8,6 +8,7 @@ of the machine goes into it. Each request has one text.
 
 from __future__ import annotations
 
+import argparse
 import asyncio
 import json
 import re
@@ -134,18 +135,6 @@ def measure_serve(
     return max((first, last), key=lambda one: one.per_second), many
 
 
-def main() -> None:
-    parser = bench.parser(__doc__)
-    parser.add_argument("model", type=Path, help="folder of an exported model of texts")
-    parser.add_argument("--texts", type=Path, help="file with a text on each line")
-    parser.add_argument("--clients", type=int, default=200)
-    parser.add_argument("--requests", type=int, default=2000)
-    arguments = parser.parse_args()
-    texts = arguments.texts.read_text().splitlines() if arguments.texts else TEXTS
-    rows = rows_of(measure_serve(arguments.model, texts, arguments.clients, arguments.requests))
-    bench.show("packtrain serve", rows, [], arguments.json)
-
-
 def rows_of(loads: tuple[Load, Load]) -> list[dict[str, object]]:
     """Return a row for one client and one for many, with the throughput of each against that of one."""
     return [
@@ -163,5 +152,23 @@ def rows_of(loads: tuple[Load, Load]) -> list[dict[str, object]]:
     ]
 
 
+def parser() -> argparse.ArgumentParser:
+    arguments = bench.parser(__doc__)
+    arguments.add_argument("model", type=Path, help="folder of an exported model of texts")
+    arguments.add_argument("--texts", type=Path, help="file with a text on each line")
+    arguments.add_argument("--clients", type=int, default=200)
+    arguments.add_argument("--requests", type=int, default=2000)
+    return arguments
+
+
+def measure(options: argparse.Namespace) -> tuple[Load, Load]:
+    texts = options.texts.read_text().splitlines() if options.texts else TEXTS
+    return measure_serve(options.model, texts, options.clients, options.requests)
+
+
+def report(_: argparse.Namespace, loads: tuple[Load, Load]) -> bench.Report:
+    return bench.Report("packtrain serve", rows_of(loads))
+
+
 if __name__ == "__main__":
-    main()
+    bench.main(parser(), measure, report)

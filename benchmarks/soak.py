@@ -276,42 +276,58 @@ def soak(
     }, wrong
 
 
-def main() -> None:
+@dataclass(frozen=True)
+class Soaked:
+    """A row for each number of machines, what is wrong, and why there is no second machine."""
+
+    rows: list[dict[str, object]]
+    faults: list[str]
+    absent: str | None
+
+
+def steps_of(options: argparse.Namespace) -> int:
+    """Return more steps than the faults leave time for: the run must not end before them."""
+    return int(60 * options.minutes / PACE_SECONDS) + 60
+
+
+def parser() -> argparse.ArgumentParser:
     arguments = bench.parser(__doc__)
     arguments.add_argument("--minutes", type=float, default=10.0, help="of faults, on each number of machines")
     arguments.add_argument("--seed", type=int, default=1, help="of the faults")
-    arguments.add_argument("--every", type=float, nargs=2, default=[5.0, 20.0], help="least and most seconds between")
+    arguments.add_argument("--every", type=float, nargs=2, default=[5.0, 20.0], help="min and max seconds between")
     arguments.add_argument("--machines", type=int, nargs="+", choices=[1, 2], default=[1, 2])
-    options = arguments.parse_args()
-    # More than the faults leave time for: the run must not end before them.
-    steps = int(60 * options.minutes / PACE_SECONDS) + 60
-    rows, wrong, absent = [], [], missing() if 2 in options.machines else None
+    return arguments
+
+
+def measure(options: argparse.Namespace) -> Soaked:
+    soaked = Soaked([], [], missing() if 2 in options.machines else None)
     with tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as place:
         os.environ["XDG_STATE_HOME"] = place  # what the person has run is none of its business
         for name in ("oracle", "1", "2"):
             Path(place, name).mkdir()
-        oracle = undisturbed(Path(place, "oracle"), steps)
+        oracle = undisturbed(Path(place, "oracle"), steps_of(options))
         for count in options.machines:
-            if count > 1 and absent is not None:
+            if count > 1 and soaked.absent is not None:
                 continue
             scratch = Path(place, str(count))
             with one_machine(scratch) if count == 1 else several_machines(scratch, count) as (made, fleet):
-                row, faults = soak(made, fleet, options, steps, oracle)
-                rows.append(row)
-                wrong += [f"{count} machines: {fault}" for fault in faults]
+                row, faults = soak(made, fleet, options, steps_of(options), oracle)
+                soaked.rows.append(row)
+                soaked.faults.extend(f"{count} machines: {fault}" for fault in faults)
+    return soaked
+
+
+def report(options: argparse.Namespace, soaked: Soaked) -> bench.Report:
     least, most = options.every
     notes = [
         f"{options.minutes:g} min with a fault every {least:g} to {most:g} s, seed {options.seed};"
-        f" {steps} steps of at least {PACE_SECONDS} s, {WORKERS} workers, a save every 20 steps",
+        f" {steps_of(options)} steps of at least {PACE_SECONDS} s, {WORKERS} workers, a save every 20 steps",
         "recovery: from a fault (or `packtrain resume`) to the next step, also if other faults came first",
         f"{os.cpu_count()} cores; load at the end: {os.getloadavg()[0]:.1f}",
-        *([f"no second machine: {absent}"] if absent else []),
+        *([f"no second machine: {soaked.absent}"] if soaked.absent else []),
     ]
-    bench.show("Soak", rows, notes, options.json, markdown=True)
-    for fault in wrong:
-        print(f"soak: {fault}", file=sys.stderr)
-    sys.exit(1 if wrong else 0)
+    return bench.Report("Soak", soaked.rows, notes, soaked.faults)
 
 
 if __name__ == "__main__":
-    main()
+    bench.main(parser(), measure, report)

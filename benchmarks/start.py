@@ -1,10 +1,11 @@
 """Startup time: the help text, and the first training step of the demo once its data is packed.
 
-python benchmarks/start.py [--json] [--rounds 3]
+python benchmarks/start.py [--json] [--rounds 5]
 """
 
 from __future__ import annotations
 
+import argparse
 import os
 import subprocess
 import sys
@@ -16,8 +17,9 @@ import bench
 from packtrain.run.run import open_run
 from packtrain.store import open_store
 
-EXAMPLE = Path(__file__).parent.parent / "examples" / "translate.yaml"
-JOB = [str(EXAMPLE), "--set", "data.test=[]", "--set", "data.valid=[]"]
+JOB = [str(bench.EXAMPLES / "translate.yaml"), "--set", "data.test=[]", "--set", "data.valid=[]"]
+HELP, FIRST_STEP = "packtrain --help", "packtrain run to the first step"
+LIMITS = {HELP: 0.3, FIRST_STEP: 15.0}  # seconds
 
 
 def seconds_for(*arguments: str, cwd: Path | None = None, environment: dict[str, str] | None = None) -> float:
@@ -35,20 +37,24 @@ def seconds_to_first_step(directory: Path, environment: dict[str, str]) -> float
     return next(point.time for point in run.metrics() if point.kind == "train") - started
 
 
-def main() -> None:
-    options = bench.parser(__doc__).parse_args()
+def measure(options: argparse.Namespace) -> dict[str, list[float]]:
     helps = [seconds_for("--help") for _ in range(options.rounds)]
     with tempfile.TemporaryDirectory() as name:
         directory = Path(name)
         environment = {**os.environ, "PACKTRAIN_CACHE": str(directory / "cache")}
         seconds_for("pack", *JOB, cwd=directory, environment=environment)
         starts = [seconds_to_first_step(directory, environment) for _ in range(options.rounds)]
-    rows = [
-        {"what": "packtrain --help", "seconds": bench.median(helps), "limit": 0.3},
-        {"what": "packtrain run to the first step", "seconds": bench.median(starts), "limit": 15.0},
-    ]
-    bench.show("Start", rows, [f"medians of {options.rounds}"], options.json)
+    return {HELP: helps, FIRST_STEP: starts}
+
+
+def report(options: argparse.Namespace, seconds: dict[str, list[float]]) -> bench.Report:
+    rows = [{"what": what, "seconds": bench.median(taken), "limit": LIMITS[what]} for what, taken in seconds.items()]
+    return bench.Report("Start", rows, [f"medians of {options.rounds}"])
+
+
+def parser() -> argparse.ArgumentParser:
+    return bench.parser(__doc__)
 
 
 if __name__ == "__main__":
-    main()
+    bench.main(parser(), measure, report)

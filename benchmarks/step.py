@@ -15,12 +15,13 @@ measurement can tell. JoeyNMT has its own model: benchmarks/translate.py.
 
 from __future__ import annotations
 
+import argparse
 import multiprocessing
 import os
 import tempfile
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import partial
 from importlib.util import find_spec
 from itertools import count
@@ -35,47 +36,17 @@ import torch
 from torch import Tensor, nn
 
 import bench
-from packtrain.data.pack import Pack
-from packtrain.job.load import load_job
-from packtrain.pack.build import PlainProgress
-from packtrain.pack.packing import pack
-from packtrain.pack.workers import InProcess
-from packtrain.recipes import Recipe, recipe_class, recipe_defaults
+import example
+from example import WARM_UP_STEPS, Tick
+from packtrain.recipes import Recipe
 from packtrain.recipes.recipe import training_order
-from packtrain.run.code import archive
-from packtrain.run.run import create_run
-from packtrain.store import Store, open_store
-from packtrain.train.control import Control
+from packtrain.store import Store
 from packtrain.train.progress import Progress
-from packtrain.train.recorder import Clock
-from packtrain.train.trainer import Trainer
-from packtrain.train.world import World
 
-EXAMPLE = Path(__file__).parent.parent / "examples" / "translate.yaml"
 SETTINGS = ["checkpoint.every=1 h", "evaluate.every=null", "data.test=[]", "data.valid=[]"]
-WARM_UP_STEPS = 5
 SETTLED_SECONDS = 0.3  # after a burst, until our loader has made the batches that are ready at the start of the next
 BOOTSTRAPS = 2000
 BARE, AGAIN, OURS = "bare PyTorch loop", "bare loop, again", "packtrain"
-
-Tick = Callable[[], None]
-"""Called by a contender after every step."""
-
-
-@dataclass
-class Timer:
-    """Wall time and CPU time after every step."""
-
-    wall: list[float] = field(default_factory=list)
-    processor: list[float] = field(default_factory=list)
-
-    def tick(self) -> None:
-        self.wall.append(time.perf_counter())
-        self.processor.append(time.process_time())
-
-    def seconds_per_step(self) -> tuple[float, float]:
-        steps = len(self.wall) - WARM_UP_STEPS
-        return tuple((one[-1] - one[WARM_UP_STEPS - 1]) / steps for one in (self.wall, self.processor))  # type: ignore[return-value]
 
 
 @dataclass(frozen=True)
@@ -133,21 +104,8 @@ def loop(make_calls: Callable[[], LoopCalls], recipe: Recipe, _: Store, tick: Ti
         tick()
 
 
-class TimingClock(Clock):
-    def __init__(self, tick: Tick) -> None:
-        super().__init__()
-        self._tick = tick
-
-    def mark(self, span: str) -> None:
-        super().mark(span)
-        if span == "optimizer":
-            self._tick()
-
-
 def ours(recipe: Recipe, store: Store, tick: Tick) -> None:
-    run = create_run(store, recipe.job, archive({}), recipe.pack.name)
-    with tempfile.TemporaryDirectory() as control:
-        Trainer(run, recipe, World(), 1, Control(Path(control)), clock=TimingClock(tick)).train()
+    example.train(recipe, store, tick)
 
 
 CONTENDERS: dict[str, Callable[[Recipe, Store, Tick], None]] = {
@@ -160,7 +118,7 @@ CONTENDERS: dict[str, Callable[[Recipe, Store, Tick], None]] = {
 MODULES = {"Lightning Fabric": "lightning_fabric", "Accelerate": "accelerate"}
 
 
-def contend(name: str, recipe_name: str, directory: Path, pack_name: str, turns: Connection) -> None:
+def contend(name: str, recipe_name: str, directory: Path, turns: Connection) -> None:
     """Be a contender: for each number received make so many steps, and send their CPU seconds."""
     torch.set_num_threads(1)
     left, since = 0, 0.0
@@ -177,9 +135,7 @@ def contend(name: str, recipe_name: str, directory: Path, pack_name: str, turns:
             turns.send(time.process_time() - since)
             begin()
 
-    job = load_job(EXAMPLE.with_stem(recipe_name), SETTINGS, recipe_defaults).job
-    store = open_store(f"{directory}/store")
-    recipe = recipe_class(recipe_name)(job, Pack(store, pack_name, directory / "cache"))
+    recipe, store = example.packed(example.load(recipe_name, *SETTINGS), directory)
     begin()
     CONTENDERS[name](recipe, store, tick)
 
@@ -205,7 +161,9 @@ class Process:
         self._process.join()
 
 
-def measure(processes: dict[str, Process], bursts: int, steps: int, numbers: np.random.Generator) -> dict[str, float]:
+def seconds_per_step(
+    processes: dict[str, Process], bursts: int, steps: int, numbers: np.random.Generator
+) -> dict[str, float]:
     """Return the CPU seconds per step of every contender."""
     for process in processes.values():
         process.seconds(WARM_UP_STEPS)
@@ -224,29 +182,34 @@ def interval(values: Sequence[float]) -> tuple[float, float]:
     return float(low), float(high)
 
 
-def main() -> None:
-    arguments = bench.parser(__doc__)
-    arguments.set_defaults(rounds=8)
+def parser() -> argparse.ArgumentParser:
+    arguments = bench.parser(__doc__, rounds=8)
     arguments.add_argument("recipe", nargs="?", default="translate", help="the recipe whose example is trained")
     arguments.add_argument("--bursts", type=int, default=3, help="for each contender in a round")
     arguments.add_argument("--steps", type=int, default=20, help="in a burst")
-    options = arguments.parse_args()
+    return arguments
+
+
+def measure(options: argparse.Namespace) -> list[dict[str, float]]:
+    """Return the CPU seconds per step of every contender, for each round."""
     present = [name for name in CONTENDERS if name not in MODULES or find_spec(MODULES[name])]
     numbers, rounds = np.random.default_rng(1), []
     with tempfile.TemporaryDirectory() as place:
         directory = Path(place)
-        job = load_job(EXAMPLE.with_stem(options.recipe), SETTINGS, recipe_defaults).job
-        store = open_store(f"{directory}/store", create=True)
-        packed = pack(job.name, job.data, store, InProcess(), PlainProgress(lambda _: None)).name
+        example.packed(example.load(options.recipe, *SETTINGS), directory)
         for _ in range(options.rounds):
-            processes = {name: Process(name, options.recipe, directory, packed) for name in present}
+            processes = {name: Process(name, options.recipe, directory) for name in present}
             try:
-                rounds.append(measure(processes, options.bursts, options.steps, numbers))
+                rounds.append(seconds_per_step(processes, options.bursts, options.steps, numbers))
             finally:
                 for process in processes.values():
                     process.end()
-    rows = []
-    for name in present:
+    return rounds
+
+
+def report(options: argparse.Namespace, rounds: list[dict[str, float]]) -> bench.Report:
+    rows: list[dict[str, object]] = []
+    for name in rounds[0]:
         relative = [seconds[name] / seconds[BARE] - 1 for seconds in rounds]
         low, high = interval(relative)
         rows.append(
@@ -257,11 +220,13 @@ def main() -> None:
                 "95% interval": "" if name == BARE else f"{low:+.1%} to {high:+.1%}",
             }
         )
-    notes = [f"not installed: {name}" for name in CONTENDERS if name not in present]
     each = f"{options.bursts} bursts of {options.steps} steps each"
-    notes.append(f"medians of {options.rounds} rounds of {each}; batches of {job.train.batch}")
-    bench.show("Training step", rows, notes, options.json)
+    notes = [
+        *bench.not_installed(CONTENDERS, rounds[0]),
+        f"medians of {options.rounds} rounds of {each}; batches of {example.load(options.recipe).train.batch}",
+    ]
+    return bench.Report("Training step", rows, notes)
 
 
 if __name__ == "__main__":
-    main()
+    bench.main(parser(), measure, report)

@@ -10,6 +10,7 @@ test sentences. PYTHON is an interpreter with JoeyNMT 2.3; default: this one.
 
 from __future__ import annotations
 
+import argparse
 import itertools
 import json
 import os
@@ -28,29 +29,17 @@ import torch
 from torch import nn
 
 import bench
+import example
 from packtrain.data.order import Ids, epoch_batches
-from packtrain.data.pack import Pack
 from packtrain.export.predict import DecodeOptions, load_predictor
-from packtrain.job import Job
-from packtrain.job.load import load_job
-from packtrain.pack.build import PlainProgress
-from packtrain.pack.packing import pack
 from packtrain.pack.vocabulary import BOS, EOS, UNKNOWN
-from packtrain.pack.workers import InProcess
-from packtrain.recipes import Decoding, Recipe, recipe_class, recipe_defaults
+from packtrain.recipes import Decoding, Recipe
 from packtrain.recipes.pairs import PairRecipe
-from packtrain.run.code import archive
-from packtrain.run.run import create_run
-from packtrain.store import Store, open_store
-from packtrain.train.control import Control
+from packtrain.store import Store
 from packtrain.train.progress import Progress
-from packtrain.train.trainer import Trainer
-from packtrain.train.world import World
-from step import Timer, TimingClock
 
 HERE = Path(__file__).parent
-EXAMPLE = HERE.parent / "examples" / "translate.yaml"
-PEER = "JoeyNMT 2.3"
+BARE, OURS, PEER = "bare PyTorch loop", "packtrain", "JoeyNMT 2.3"
 
 
 @dataclass(frozen=True)
@@ -99,16 +88,13 @@ def bare(recipe: PairRecipe, seconds: float, seed: int, inputs: list[str]) -> Le
     return Learned(steps, tokens, spent, outputs)
 
 
-def ours(store: Store, cache: Path, steps: int, seed: int, inputs: list[str]) -> Learned:
+def ours(directory: Path, steps: int, seed: int, inputs: list[str]) -> Learned:
     """Run the whole Trainer for as many steps as the bare loop made, without evaluations."""
     settings = [f"train.duration={max(1, steps)} steps", f"train.seed={seed}", "data.valid=[]", "data.test=[]"]
-    job = example(*settings)
-    trained = packed(job, store, cache)
-    run = create_run(store, job, archive({}), trained.pack.name)
-    timer = Timer()
+    recipe, store = packed(directory, *settings)
+    timer = example.Timer()
     started = time.process_time()
-    with tempfile.TemporaryDirectory() as control:
-        Trainer(run, trained, World(), 1, Control(Path(control)), clock=TimingClock(timer.tick)).train()
+    _, run = example.train(recipe, store, timer.tick)
     points = [point.values for point in run.metrics() if point.kind == "train"]
     predictor = load_predictor(run)
     outputs = [made.text for made in predictor.predict(inputs, DecodeOptions(beam=1))]
@@ -116,15 +102,10 @@ def ours(store: Store, cache: Path, steps: int, seed: int, inputs: list[str]) ->
     return Learned(len(points), tokens, timer.processor[-1] - started, outputs)
 
 
-def example(*settings: str) -> Job:
-    return load_job(EXAMPLE, ["checkpoint.every=1 h", *settings], recipe_defaults).job
-
-
-def packed(job: Job, store: Store, cache: Path) -> PairRecipe:
-    manifest = pack(job.name, job.data, store, InProcess(), PlainProgress(lambda _: None))
-    made = recipe_class("translate")(job, Pack(store, manifest.name, cache))
-    assert isinstance(made, PairRecipe)
-    return made
+def packed(directory: Path, *settings: str) -> tuple[PairRecipe, Store]:
+    recipe, store = example.packed(example.load("translate", "checkpoint.every=1 h", *settings), directory)
+    assert isinstance(recipe, PairRecipe)
+    return recipe, store
 
 
 def texts_of(recipe: PairRecipe, side: str, count: int) -> list[str]:
@@ -238,35 +219,45 @@ def row_of(name: str, rounds: Sequence[Learned], references: list[str]) -> dict[
     }
 
 
-def main() -> None:
-    arguments = bench.parser(__doc__)
-    arguments.set_defaults(rounds=1)
+@dataclass(frozen=True)
+class Measurements:
+    """What each contender learned, with a seed for each round, and the references of the test sentences."""
+
+    contenders: dict[str, list[Learned]]
+    references: list[str]
+
+
+def parser() -> argparse.ArgumentParser:
+    arguments = bench.parser(__doc__, rounds=1)
     arguments.add_argument("--seconds", type=float, default=120.0)
     arguments.add_argument("--sentences", type=int, default=800, help="test sentences to translate")
     arguments.add_argument("--joeynmt", metavar="PYTHON", default=sys.executable)
-    options = arguments.parse_args()
+    return arguments
+
+
+def measure(options: argparse.Namespace) -> Measurements:
     torch.set_num_threads(1)
-    contenders: dict[str, list[Learned]] = {"bare PyTorch loop": [], "packtrain": []}
-    notes = []
+    contenders: dict[str, list[Learned]] = {BARE: [], OURS: []}
     if has_joey(options.joeynmt):
         contenders[PEER] = []
-    else:
-        notes.append(f"not installed: {PEER}")
-    with tempfile.TemporaryDirectory() as directory:
-        store, cache = open_store(f"{directory}/store", create=True), Path(directory) / "cache"
-        made = packed(example(), store, cache)
-        inputs, references = (texts_of(made, side, options.sentences) for side in ("source", "target"))
+    with tempfile.TemporaryDirectory() as name:
+        directory = Path(name)
+        recipe, _ = packed(directory)
+        inputs, references = (texts_of(recipe, side, options.sentences) for side in ("source", "target"))
         for seed in range(1, options.rounds + 1):
-            contenders["bare PyTorch loop"].append(bare(made, options.seconds, seed, inputs))
-            steps = contenders["bare PyTorch loop"][-1].steps
-            contenders["packtrain"].append(ours(store, cache, steps, seed, inputs))
+            contenders[BARE].append(bare(recipe, options.seconds, seed, inputs))
+            contenders[OURS].append(ours(directory, contenders[BARE][-1].steps, seed, inputs))
             if PEER in contenders:
-                folder = Path(directory) / f"joey-{seed}"
+                folder = directory / f"joey-{seed}"
                 folder.mkdir()
-                contenders[PEER].append(joey(made, options.seconds, options.sentences, options.joeynmt, folder))
-    rows = [row_of(name, rounds, references) for name, rounds in contenders.items()]
-    bench.show("Translation", rows, notes, options.json)
+                contenders[PEER].append(joey(recipe, options.seconds, options.sentences, options.joeynmt, folder))
+    return Measurements(contenders, references)
+
+
+def report(_: argparse.Namespace, measured: Measurements) -> bench.Report:
+    rows = [row_of(name, rounds, measured.references) for name, rounds in measured.contenders.items()]
+    return bench.Report("Translation", rows, bench.not_installed((BARE, OURS, PEER), measured.contenders))
 
 
 if __name__ == "__main__":
-    main()
+    bench.main(parser(), measure, report)

@@ -85,29 +85,33 @@ class Contender:
     """True if the page has all of the runs to overlay."""
 
 
-def main() -> None:
-    parser = bench.parser(__doc__)
-    parser.set_defaults(rounds=3)
-    parser.add_argument("--runs", type=int, nargs="+", default=[100, 1000], help="numbers of runs")
-    parser.add_argument("--points", type=int, default=20_000, help="points of each run")
-    parser.add_argument("--overlay", type=int, default=50, help="runs to overlay")
-    parser.add_argument("--watch", type=float, default=40.0, help="seconds to watch a run that grows")
-    parser.add_argument("--only", nargs="+", choices=list(CONTENDERS), default=list(CONTENDERS), help="contenders")
-    parser.add_argument("--prepare", action="store_true", help="only install peers and make the series")
-    parser.add_argument("--pictures", type=Path, help="directory for a screenshot of every page")
-    options = parser.parse_args()
+def parser() -> argparse.ArgumentParser:
+    arguments = bench.parser(__doc__, rounds=3)
+    arguments.add_argument("--runs", type=int, nargs="+", default=[100, 1000], help="numbers of runs")
+    arguments.add_argument("--points", type=int, default=20_000, help="points of each run")
+    arguments.add_argument("--overlay", type=int, default=50, help="runs to overlay")
+    arguments.add_argument("--watch", type=float, default=40.0, help="seconds to watch a run that grows")
+    arguments.add_argument("--only", nargs="+", choices=list(CONTENDERS), default=list(CONTENDERS), help="contenders")
+    arguments.add_argument("--prepare", action="store_true", help="only install peers and make the series")
+    arguments.add_argument("--pictures", type=Path, help="directory for a screenshot of every page")
+    return arguments
+
+
+def measure(options: argparse.Namespace) -> list[dict[str, object]]:
     contenders = [CONTENDERS[name]() for name in options.only]
     prepared = {(one.name, runs): prepare(one, options, runs) for one in contenders for runs in options.runs}
-    if options.prepare:
-        return
     rows: list[dict[str, object]] = []
-    for runs in options.runs:
+    for runs in [] if options.prepare else options.runs:
         for contender in contenders:
             folder = prepared[contender.name, runs]
             ids = json.loads((folder / "ids.json").read_text())
             rows.append({"contender": contender.name, "runs": runs, **measured(contender, folder, ids, options)})
             print(json.dumps(rows[-1]), file=sys.stderr, flush=True)
-    bench.show("dashboards", rows, [], options.json)
+    return rows
+
+
+def report(options: argparse.Namespace, rows: list[dict[str, object]]) -> bench.Report:
+    return bench.Report("Dashboards", rows, ["the series are ready"] if options.prepare else [])
 
 
 def prepare(contender: Contender, options: argparse.Namespace, runs: int) -> Path:
@@ -466,4 +470,4 @@ if __name__ == "__main__":
     if sys.argv[1:2] == ["--grow"]:
         grow_packtrain(Path(sys.argv[2]), float(sys.argv[3]))
     else:
-        main()
+        bench.main(parser(), measure, report)

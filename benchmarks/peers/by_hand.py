@@ -23,7 +23,7 @@ from packtrain.recipes import recipe_class, recipe_defaults
 from packtrain.store import open_store
 from packtrain.train.progress import Progress
 
-EXAMPLE = Path(__file__).parent.parent / "examples" / "translate.yaml"
+EXAMPLE = Path(__file__).parents[2] / "examples" / "translate.yaml"
 
 
 def main() -> None:
