@@ -44,6 +44,9 @@ local: $(VENV)/test
 coverage: $(VENV)/dev
 	$(PYTEST) -m 'quick or local' --cov=packtrain --cov-branch --cov-report=term:skip-covered
 
+benchmarks: $(VENV)/dev
+	$(BIN)/python benchmarks/all.py $(if $(SHORT),--short)
+
 parts: packages kubernetes arm64
 
 packages:

@@ -87,6 +87,7 @@ def project(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return tmp_path
 
 
+@pytest.mark.usefixtures("processes")
 def test_a_new_fleet_runs_a_job(project: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (project / "shed.py").write_text(SHED)
     line = 'FLEETS["shed"] = "shed:ShedSettings"'
@@ -145,6 +146,7 @@ for family in (kinds.EXCHANGES, kinds.FLEETS, kinds.FORMATS, kinds.OPTIMIZERS, k
 """
 
 
+@pytest.mark.usefixtures("processes")
 def test_every_kind_in_a_registry_is_found_without_torch() -> None:
     assert all((EXCHANGES, FLEETS, FORMATS, OPTIMIZERS, SCHEDULES))
     done = subprocess.run([sys.executable, "-c", WITHOUT_TORCH], capture_output=True, text=True)

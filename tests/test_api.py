@@ -61,6 +61,7 @@ def test_a_report_is_written_and_shown(store: str) -> None:
     assert "job-1" in report.html
 
 
+@pytest.mark.usefixtures("processes")
 def test_neither_a_notebook_nor_a_table_library_is_imported_before_it_is_needed(store: str) -> None:
     heavy = ["IPython", "pandas", "polars", "torch"]
     code = f"""

@@ -38,6 +38,8 @@ from parts.runs import write_files
 MODEL = {"size": "tiny", "width": 16, "heads": 2, "feedforward": 16, "encoder_layers": 1, "decoder_layers": 1}
 WORDS = ("one", "two", "three", "four", "five", "six")
 
+pytestmark = pytest.mark.usefixtures("processes")
+
 
 @pytest.mark.parametrize(
     ("text", "name"),

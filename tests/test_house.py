@@ -156,6 +156,7 @@ main()
 """
 
 
+@pytest.mark.usefixtures("processes")
 @pytest.mark.parametrize("verb", [["--help"], ["ls"], ["init", "chat"]])
 def test_the_client_works_without_torch(verb: list[str], directory_store: Store, tmp_path: Path) -> None:
     assert directory_store.url == str(tmp_path / "store"), "where the commands look"
@@ -163,6 +164,7 @@ def test_the_client_works_without_torch(verb: list[str], directory_store: Store,
     assert (done.returncode, done.stderr) == (0, "")
 
 
+@pytest.mark.usefixtures("processes")
 def test_help_imports_nothing_heavy() -> None:
     heavy = ["torch", "numpy", "pydantic", "obstore"]
     code = f"import sys, packtrain.cli; print([name for name in {heavy} if name in sys.modules])"

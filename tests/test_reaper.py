@@ -37,6 +37,8 @@ def test_after(server):
     start("passed.pid")
 '''
 
+pytestmark = pytest.mark.usefixtures("processes")
+
 
 def test_processes_of_a_failed_test_end_with_it_and_all_others_with_pytest(tmp_path: Path) -> None:
     (tmp_path / "test_some.py").write_text(TESTS)

@@ -48,6 +48,7 @@ def test_a_finished_run_continues_with_a_longer_duration_and_says_what_changed(
     assert [(event.kind, event.text.partition(" (by ")[0]) for event in events] == [("changed", line) for line in said]
 
 
+@pytest.mark.usefixtures("processes")
 def test_a_run_keeps_its_job_as_it_was_written(tmp_path: Path) -> None:
     text = "# why\nname: job  # a name\nprogram: [train.py]\nstore: ./store\n"
     write_files(tmp_path, {"mine.yaml": text.encode(), "train.py": b""})
@@ -119,6 +120,7 @@ def test_a_running_run_is_not_changed(directory_store: Store, monkeypatch: pytes
     assert str(done.exception) == "job-1 is running; stop it first (`packtrain stop job-1`), then resume it"
 
 
+@pytest.mark.usefixtures("processes")
 @pytest.mark.parametrize(
     ("program", "runs", "workers"),
     [
@@ -162,6 +164,7 @@ def test_a_program_that_cannot_start_is_refused_before_anything_is_created(
     assert str(refused.value).startswith(f"{tmp_path}/job.yaml:2: program: {fault.format(tmp_path)}")
 
 
+@pytest.mark.usefixtures("processes")
 def test_the_data_of_a_program_goes_into_the_store_for_machines_elsewhere(tmp_path: Path) -> None:
     job = "name: mine\nprogram: [train.py]\ndata: {corpus: data/corpus, images: 's3://bucket/images'}\n"
     write_files(tmp_path, {"job.yaml": job.encode(), "train.py": b"", "data/corpus/a.txt": b"a"})
@@ -189,6 +192,7 @@ def test_a_run_drops_unusable_samples_only_if_it_is_allowed_to(tmp_path: Path, m
     assert "train: 6 images; left out 1 (not a picture by its name), 1 (not an image" in done.output
 
 
+@pytest.mark.usefixtures("processes")
 def test_settings_that_are_larger_than_the_data_are_named_with_what_to_set(tmp_path: Path) -> None:
     lines = "".join(f"a sentence with number {number}\t ein Satz mit Nummer {number}\n" for number in range(30))
     write_files(tmp_path, {"pairs.tsv": lines.encode()})

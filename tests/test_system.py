@@ -72,6 +72,7 @@ def test_closing_twice_closes_nothing_else(tmp_path: Path) -> None:
         assert not is_free(tmp_path / "other")
 
 
+@pytest.mark.usefixtures("processes")
 def test_a_lock_ends_with_its_process_and_a_child_does_not_keep_it(tmp_path: Path) -> None:
     path = tmp_path / "lock"
     command = [sys.executable, "-c", HOLDER, str(path)]

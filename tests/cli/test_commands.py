@@ -64,6 +64,7 @@ def test_every_example_job_loads(job: Path) -> None:
     assert load(job).job.name
 
 
+@pytest.mark.usefixtures("processes")
 @pytest.mark.parametrize(
     ("change", "words"),
     [
@@ -106,12 +107,14 @@ def test_the_package_lists_its_interface_and_nothing_else() -> None:
     assert all(hasattr(pt, name) for name in pt.__all__)
 
 
+@pytest.mark.usefixtures("processes")
 def test_a_missing_script_is_refused(tmp_path: Path) -> None:
     (tmp_path / "job.yaml").write_text("name: mine\nprogram: [trian.py]\n")
     assert_refused(packtrain("run", "job.yaml", cwd=tmp_path), 2, "job.yaml:2: program: ", "there is no file")
     assert not (tmp_path / "store" / "runs").exists()
 
 
+@pytest.mark.usefixtures("processes")
 def test_a_dry_run_lists_the_code_and_the_commands_and_writes_nothing(tmp_path: Path) -> None:
     files = {"train.py": b"print(1)", ".env": b"KEY=1", "job.yaml": b"name: mine\nprogram: [train.py]\n"}
     write_files(tmp_path, files)
@@ -126,6 +129,7 @@ def test_a_dry_run_lists_the_code_and_the_commands_and_writes_nothing(tmp_path: 
     assert not (tmp_path / "store").exists()
 
 
+@pytest.mark.usefixtures("processes")
 def test_code_with_a_secret_is_refused_before_anything_is_written(tmp_path: Path) -> None:
     key = "AKIA" + "Q7" * 8
     write_files(tmp_path, {"train.py": f"key = '{key}'".encode(), "job.yaml": b"name: mine\nprogram: [train.py]\n"})
@@ -150,6 +154,7 @@ def test_verbs_exit_with_102_where_there_is_no_run(verb: str, directory_store: S
     assert_refused(packtrain(verb, "nobody", "--store", directory_store.url, cwd=tmp_path), 102, "no runs in")
 
 
+@pytest.mark.usefixtures("processes")
 def test_stopping_a_run_without_machines_keeps_its_last_committed_step(directory_store: Store, tmp_path: Path) -> None:
     run = new_run(directory_store, recipe_job())
     run.propose(a_generation(1, "a"))
@@ -183,6 +188,7 @@ def test_foreground_and_detach_exclude_each_other(command: str, tmp_path: Path) 
     assert_refused(done, 2, "--foreground", "--detach", "use one of them")
 
 
+@pytest.mark.usefixtures("processes")
 def test_a_slurm_job_in_the_foreground_is_refused_before_anything_is_created(tmp_path: Path) -> None:
     change = ("--set", "fleet={slurm: {machines: 1}}", "--foreground")
     done = packtrain("run", str(EXAMPLES / "translate.yaml"), *change, cwd=tmp_path)
@@ -190,6 +196,7 @@ def test_a_slurm_job_in_the_foreground_is_refused_before_anything_is_created(tmp
     assert not (tmp_path / "store").exists()
 
 
+@pytest.mark.usefixtures("processes")
 def test_listing_an_empty_store_says_how_to_start_a_run(directory_store: Store, tmp_path: Path) -> None:
     where = ("--store", directory_store.url)
     done = packtrain("ls", *where, cwd=tmp_path)
@@ -198,6 +205,7 @@ def test_listing_an_empty_store_says_how_to_start_a_run(directory_store: Store, 
     assert packtrain("ls", "--json", *where, cwd=tmp_path).stdout.strip() == "[]"
 
 
+@pytest.mark.usefixtures("processes")
 @pytest.mark.parametrize("verb", ["ls", "show", "logs", "stop", "resume", "report"])
 def test_a_directory_that_is_not_a_store_is_not_taken_for_an_empty_one(verb: str, tmp_path: Path) -> None:
     (tmp_path / "store").mkdir()  # as a mount point without its mount
@@ -205,6 +213,7 @@ def test_a_directory_that_is_not_a_store_is_not_taken_for_an_empty_one(verb: str
     assert list((tmp_path / "store").iterdir()) == []
 
 
+@pytest.mark.usefixtures("processes")
 def test_a_node_says_that_it_waits_for_its_store(tmp_path: Path) -> None:
     command = [sys.executable, "-m", "packtrain", "node", "a-1", "--store", "typo"]
     with subprocess.Popen(command, cwd=tmp_path, stdout=subprocess.PIPE, text=True) as process:
@@ -234,6 +243,7 @@ def test_a_damaged_run_does_not_hide_the_others(directory_store: Store, name: st
     assert name in next(row["reason"] for row in rows if row["state"] == "?")
 
 
+@pytest.mark.usefixtures("processes")
 @pytest.mark.parametrize("verb", ["show", "logs", "stop", "report"])
 def test_a_verb_on_a_damaged_run_says_so_in_one_line(directory_store: Store, verb: str, tmp_path: Path) -> None:
     run = new_run(directory_store)
@@ -277,6 +287,7 @@ def test_a_sweep_has_a_report_in_the_same_forms(directory_store: Store, tmp_path
     assert (tmp_path / "s.html").read_text().startswith("<!doctype html>")
 
 
+@pytest.mark.usefixtures("processes")
 def test_a_report_that_cannot_be_written_is_refused_in_one_line(directory_store: Store, tmp_path: Path) -> None:
     place = ("report", new_run(directory_store).name, "--store", directory_store.url)
     missing = str(tmp_path / "nowhere" / "report.html")
@@ -318,6 +329,7 @@ def test_a_node_needs_at_least_one_worker(workers: str, directory_store: Store) 
     assert (done.exit_code, run.leases()) == (2, [])
 
 
+@pytest.mark.usefixtures("processes")
 def test_attaching_to_a_machine_that_is_not_in_the_run_is_refused(directory_store: Store, tmp_path: Path) -> None:
     run = new_run(directory_store)
     done = packtrain("attach", run.name, "gpu-a", "--store", directory_store.url, cwd=tmp_path)
@@ -331,6 +343,7 @@ def test_attaching_to_a_run_that_has_ended_is_refused(directory_store: Store) ->
     assert str(done.exception) == "job-1 has already finished; it has no machines to attach to"
 
 
+@pytest.mark.usefixtures("processes")
 def test_attaching_says_where_one_is(directory_store: Store, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PACKTRAIN_CACHE", str(tmp_path / "cache"))
     monkeypatch.setenv("SHELL", "/bin/pwd")
@@ -343,12 +356,14 @@ def test_attaching_says_where_one_is(directory_store: Store, tmp_path: Path, mon
     assert f"in {node_directory(run, 'a')}." in done.stderr
 
 
+@pytest.mark.usefixtures("processes")
 def test_an_unknown_verb_exits_with_2(tmp_path: Path) -> None:
     done = packtrain("trian", cwd=tmp_path)
     assert done.returncode == 2
     assert "trian" in done.stderr
 
 
+@pytest.mark.usefixtures("processes")
 def test_the_version_option_prints_the_version_of_the_package(tmp_path: Path) -> None:
     assert packtrain("--version", cwd=tmp_path).stdout == f"packtrain {version('packtrain')}\n"
 
@@ -381,6 +396,7 @@ def test_hints_name_the_store_only_where_it_is_not_the_default(
     assert hints(run, "follow", "stop") == ["  follow:  packtrain follow job-1", "  stop:    packtrain stop job-1"]
 
 
+@pytest.mark.usefixtures("processes")
 def test_the_help_of_every_verb_has_a_first_sentence_that_fits_80_columns(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -402,6 +418,7 @@ def test_a_command_that_takes_the_context_sees_all_commands(monkeypatch: pytest.
     assert asked_for(["complete"]) is app
 
 
+@pytest.mark.usefixtures("processes")
 def test_help_names_every_verb(tmp_path: Path) -> None:
     text = packtrain("--help", cwd=tmp_path).stdout
     for verb in ("init", "pack", "run", "resume", "ls", "show", "logs", "stop", "report", "predict", "node"):

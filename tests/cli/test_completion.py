@@ -128,6 +128,7 @@ def test_nothing_is_said_where_a_store_does_not_answer(tmp_path: Path) -> None:
     assert (done.returncode, done.stdout, done.stderr) == (0, "", "")
 
 
+@pytest.mark.usefixtures("processes")
 def test_completion_imports_nothing_heavy(offered: Offered, tmp_path: Path) -> None:
     cached_schema()
     program = (

@@ -65,6 +65,7 @@ def a_run_with_output(store: Store) -> None:
     writer.flush()
 
 
+@pytest.mark.usefixtures("processes")
 def test_ctrl_c_ends_a_command_that_follows_with_130_and_says_nothing(tmp_path: Path, directory_store: Store) -> None:
     a_run_with_output(directory_store)
     command = [sys.executable, "-m", "packtrain", "logs", "-f", "--store", directory_store.url]
@@ -78,6 +79,7 @@ def test_ctrl_c_ends_a_command_that_follows_with_130_and_says_nothing(tmp_path: 
             process.kill()
 
 
+@pytest.mark.usefixtures("processes")
 @pytest.mark.parametrize(
     ("words", "slow_part"),
     [
@@ -128,6 +130,7 @@ def test_ctrl_c_ends_every_command_with_130(
     assert "Traceback" not in done.output
 
 
+@pytest.mark.usefixtures("processes")
 def test_nothing_is_said_when_nobody_reads_the_output(directory_store: Store) -> None:
     for words in (["ls"], ["logs"], ["ls", "--json"]):
         a_run_with_output(directory_store)

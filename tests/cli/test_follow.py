@@ -305,6 +305,7 @@ def test_progress_of_a_program_shows_its_step_and_the_numbers_that_fit_beside_it
     assert logged_line(steps[:1]) == "  step 1  loss 1.00"
 
 
+@pytest.mark.usefixtures("processes")
 def test_a_client_whose_node_finds_another_in_its_place_follows_that_one(
     directory_store: Store, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

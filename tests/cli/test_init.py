@@ -33,6 +33,7 @@ def test_there_is_a_template_for_every_recipe_an_own_one_and_a_program() -> None
     assert TEMPLATES.keys() == {*RECIPES, "own", "program"}
 
 
+@pytest.mark.usefixtures("processes")
 def test_without_a_kind_init_lists_all_kinds_and_writes_nothing(tmp_path: Path) -> None:
     done = packtrain("init", cwd=tmp_path)
     assert re.findall(r"^packtrain init (\w+) ", done.stdout, re.MULTILINE) == sorted(TEMPLATES)
@@ -72,6 +73,7 @@ def test_a_job_on_own_data_trains_longer_than_one_on_toy_data(tmp_path: Path) ->
     assert own.train.duration.value > 10 * toy.train.duration.value
 
 
+@pytest.mark.usefixtures("processes")
 def test_init_shows_the_next_commands(tmp_path: Path) -> None:
     done = packtrain("init", "classify", "shapes.yaml", cwd=tmp_path)
     assert done.stdout.splitlines() == [
@@ -216,6 +218,7 @@ def test_named_validation_data_is_taken_instead_of_what_is_found(tmp_path: Path)
     ]  # fmt: skip
 
 
+@pytest.mark.usefixtures("processes")
 def test_init_overwrites_nothing(tmp_path: Path) -> None:
     (tmp_path / "job.yaml").write_text("mine")
     assert_refused(packtrain("init", "own", "job.yaml", cwd=tmp_path), 2, "job.yaml exists", "init own my.yaml")

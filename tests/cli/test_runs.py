@@ -117,6 +117,7 @@ def test_a_list_has_the_columns_that_fit(width: int, columns: str) -> None:
     assert fitting(WIDTHS, width) == columns.split()
 
 
+@pytest.mark.usefixtures("processes")
 def test_a_run_has_one_line_on_a_terminal_of_80_columns(store: Store, monkeypatch: pytest.MonkeyPatch) -> None:
     a_run(store, "a-name-that-is-as-long-as-names-of-jobs-may-be", "failed")
     store.put("runs/damaged-1/job.json", b"{")
@@ -171,6 +172,7 @@ def test_a_bare_stop_stops_a_run_of_ones_own(directory_store: Store) -> None:
     assert run.result() is not None
 
 
+@pytest.mark.usefixtures("processes")
 def test_a_bare_stop_asks_on_a_terminal(directory_store: Store) -> None:
     run = a_waiting(directory_store, "you@there")
     code, shown = in_terminal(["stop", "--store", directory_store.url], "n")

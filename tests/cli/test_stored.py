@@ -48,6 +48,7 @@ def test_rm_names_and_removes_runs(any_store: Store) -> None:
     assert refused("rm", "job-1", *where).startswith("job-1 was removed (by ")
 
 
+@pytest.mark.usefixtures("processes")
 @pytest.mark.parametrize(("answer", "code", "left"), [("y", 0, []), ("", 2, ["job-1"])])
 def test_rm_asks_on_a_terminal(directory_store: Store, answer: str, code: int, left: list[str]) -> None:
     a_run(directory_store)

@@ -83,6 +83,7 @@ def test_a_missing_package_is_named_in_one_line(directory_store: Store, monkeypa
     assert "pip install tensorboard" in str(done.exception)
 
 
+@pytest.mark.usefixtures("processes")
 def test_tensorboard_shows_the_runs_until_it_is_interrupted_and_leaves_nothing(
     directory_store: Store, tmp_path: Path
 ) -> None:

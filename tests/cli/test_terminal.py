@@ -61,6 +61,7 @@ def attacked(directory_store: Store) -> Run:
     return run
 
 
+@pytest.mark.usefixtures("processes")
 @pytest.mark.parametrize(
     "command", [("ls",), ("show", "job"), ("logs", "job"), ("ls", "--json"), ("show", "job", "--json")]
 )
@@ -78,6 +79,7 @@ def test_escape_sequences_in_a_store_do_not_reach_the_terminal(
     assert "\x1b]8" not in shown, "markup made a link"
 
 
+@pytest.mark.usefixtures("processes")
 def test_an_error_is_escaped(directory_store: Store) -> None:
     new_run(directory_store)
     shown = in_a_terminal("show", ATTACK, store=directory_store)

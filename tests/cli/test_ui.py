@@ -23,6 +23,7 @@ def run(*arguments: str) -> Result:
     return CliRunner().invoke(app, list(arguments))
 
 
+@pytest.mark.usefixtures("processes")
 @pytest.mark.parametrize("sign", [signal.SIGTERM, signal.SIGINT])
 def test_the_dashboard_prints_its_address_and_ends_at_a_signal(sign: signal.Signals, directory_store: Store) -> None:
     trained_run(directory_store)

@@ -154,6 +154,7 @@ class Terminal:
         return code, self.shown.decode().rpartition("\x1b[?1049l")[2]
 
 
+@pytest.mark.usefixtures("processes")
 @pytest.mark.parametrize(("keys", "exit_code"), [("q", 0), ("\x03", 130)], ids=["q", "ctrl-c"])
 def test_a_person_quits_and_the_run_keeps_running(run: Run, keys: str, exit_code: int) -> None:
     terminal = Terminal(run)
@@ -169,6 +170,7 @@ def test_a_person_quits_and_the_run_keeps_running(run: Run, keys: str, exit_code
     assert harmless(steering, keep="\n\t") == steering
 
 
+@pytest.mark.usefixtures("processes")
 def test_it_ends_with_the_run_and_its_exit_code(run: Run) -> None:
     terminal = Terminal(run, 160, 50)
     terminal.until("valid bleu")

@@ -96,6 +96,7 @@ def test_files_come_from_any_kind_of_store(any_store: Store, folder: Path) -> No
     assert path_of(FileCache(folder), any_store, file).read_bytes() == b"apple"
 
 
+@pytest.mark.usefixtures("processes")
 def test_simultaneous_processes_download_a_file_once(remote: Remote, folder: Path) -> None:
     file = put_file(remote, "a", b"apple")
     racers = [started(remote, folder, file, 0.3) for _ in range(6)]
@@ -115,6 +116,7 @@ def test_simultaneous_threads_download_a_file_once(remote: Remote, folder: Path)
     assert remote.fetched == ["a"]
 
 
+@pytest.mark.usefixtures("processes")
 def test_leftovers_of_a_killed_download_are_never_used_and_are_removed(remote: Remote, folder: Path) -> None:
     file, other = put_file(remote, "a", b"apple"), put_file(remote, "b", b"pear")
     killed = started(remote, folder, file, PATIENCE_SECONDS)
@@ -130,6 +132,7 @@ def test_leftovers_of_a_killed_download_are_never_used_and_are_removed(remote: R
     assert path_of(FileCache(folder), remote, file).read_bytes() == b"apple"
 
 
+@pytest.mark.usefixtures("processes")
 def test_a_process_that_waits_for_a_killed_download_downloads_the_file_itself(remote: Remote, folder: Path) -> None:
     file = put_file(remote, "a", b"apple")
     killed = started(remote, folder, file, PATIENCE_SECONDS)
@@ -144,6 +147,7 @@ def test_a_process_that_waits_for_a_killed_download_downloads_the_file_itself(re
     assert leftovers(folder) == []
 
 
+@pytest.mark.usefixtures("processes")
 def test_the_running_download_of_another_process_is_not_removed(remote: Remote, folder: Path) -> None:
     file, other = put_file(remote, "a", b"apple"), put_file(remote, "b", b"pear")
     slow = started(remote, folder, file, 1.0)
@@ -307,6 +311,7 @@ def test_files_that_a_live_process_needs_stay_even_beyond_the_limit(remote: Remo
     assert list((folder / "uses").iterdir()) == []
 
 
+@pytest.mark.usefixtures("processes")
 def test_files_that_a_killed_process_needed_can_be_removed(remote: Remote, folder: Path) -> None:
     files = [put_file(remote, name, name.encode() * 10) for name in "ab"]
     path_of(FileCache(folder), remote, files[0])
@@ -382,6 +387,7 @@ def test_parallel_downloads_of_processes_and_threads_keep_the_limit(remote: Remo
     assert max(seen) <= 100
 
 
+@pytest.mark.usefixtures("processes")
 def test_a_download_that_is_needed_does_not_wait_for_another(remote: Remote, folder: Path) -> None:
     slow, needed = put_file(remote, "a", b"a" * 40), put_file(remote, "b", b"b" * 40)
     other = started(remote, folder, slow, PATIENCE_SECONDS)
@@ -395,6 +401,7 @@ def test_a_download_that_is_needed_does_not_wait_for_another(remote: Remote, fol
         other.wait()
 
 
+@pytest.mark.usefixtures("processes")
 def test_a_download_waits_only_for_those_that_live(remote: Remote, folder: Path) -> None:
     slow, next_one = put_file(remote, "a", b"a" * 40), put_file(remote, "b", b"b" * 40)
     other = started(remote, folder, slow, PATIENCE_SECONDS)

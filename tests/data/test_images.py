@@ -287,6 +287,7 @@ def test_an_image_that_does_not_decode_is_named(tmp_path: Path) -> None:
         batches.centered(np.array([0, 1]), 32, 32)
 
 
+@pytest.mark.usefixtures("processes")
 def test_plans_need_no_torch() -> None:
     code = (
         "import sys; sys.modules['torch'] = None\n"

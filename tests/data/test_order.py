@@ -311,7 +311,7 @@ def padding(lengths: Sequence[NDArray[np.int64]], batches: list[Ids]) -> float:
 
 
 @pytest.fixture(scope="module")
-def lengths() -> Samples:
+def lengths(training: None) -> Samples:
     """The lengths of all sources and targets of the example's corpus."""
     pairs = list(
         BitextSource(paths=(str(EXAMPLES / "train.en.gz"), str(EXAMPLES / "train.de.gz"))).pairs(lambda *_: None)

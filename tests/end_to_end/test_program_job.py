@@ -14,7 +14,7 @@ from packtrain.store import open_store
 
 
 @pytest.fixture
-def example(tmp_path: Path) -> Path:
+def example(processes: None, tmp_path: Path) -> Path:
     """The directory in which `packtrain init` wrote its example."""
     command = [sys.executable, "-m", "packtrain", "init", "program", "job.yaml", "--name", "line"]
     subprocess.run(command, cwd=tmp_path, check=True, capture_output=True)

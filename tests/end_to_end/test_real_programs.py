@@ -14,6 +14,8 @@ import packtrain as pt
 
 PROGRAMS = Path(__file__).parent / "programs"
 
+pytestmark = pytest.mark.usefixtures("needs_accelerate", "needs_lightning", "needs_transformers")
+
 
 @pytest.mark.parametrize(
     ("script", "workers", "loss"),

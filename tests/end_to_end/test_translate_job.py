@@ -64,7 +64,7 @@ def sandbox(tmp_path: Path) -> Iterator[Sandbox]:
 
 
 @pytest.fixture(scope="module")
-def uninterrupted(tmp_path_factory: pytest.TempPathFactory) -> Sandbox:
+def uninterrupted(training: None, processes: None, tmp_path_factory: pytest.TempPathFactory) -> Sandbox:
     """Return a finished run: tests read it, and compare interrupted runs with it."""
     sandbox = translate_sandbox(tmp_path_factory.mktemp("uninterrupted"))
     done = sandbox.packtrain("run", "job.yaml")
@@ -258,6 +258,7 @@ def kill_everything(sandbox: Sandbox, client: subprocess.Popen[bytes]) -> None:
     assert (shown.exit_code, json.loads(shown.stdout)["state"]) == (101, "interrupted")
 
 
+@pytest.mark.usefixtures("processes")
 def test_ctrl_c_stops_a_run_in_the_foreground(sandbox: Sandbox) -> None:
     client = start(sandbox, "run", "job.yaml", "--foreground", "--set", "train.duration=1000000 steps")
     wait_for_commit(sandbox, 1)
@@ -298,6 +299,7 @@ def test_a_run_in_a_bucket_is_the_same_and_writes_no_secret(
     assert secret not in done.stdout.encode() + done.stderr.encode()
 
 
+@pytest.mark.usefixtures("processes")
 def test_a_loss_that_is_not_finite_fails_the_run_without_another_try(sandbox: Sandbox) -> None:
     done = sandbox.packtrain(
         "run", "job.yaml", "--set", "train.schedule={constant: {rate: 1.0e30}}", "--set", "checkpoint.every=1 steps"

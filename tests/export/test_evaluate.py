@@ -303,6 +303,7 @@ main()
 """
 
 
+@pytest.mark.usefixtures("processes")
 def test_an_exported_model_is_evaluated_without_torch_as_the_run_is(
     exported: Path, command: Call, tmp_path: Path
 ) -> None:
@@ -320,6 +321,7 @@ def test_an_exported_model_is_evaluated_without_torch_as_the_run_is(
     assert found["examples"] == trained["examples"]
 
 
+@pytest.mark.usefixtures("processes")
 def test_images_are_evaluated_without_torch(tmp_path: Path) -> None:
     job, paths = small_job("classify", tmp_path)
     run = packed_run(tmp_path, job)

@@ -56,6 +56,7 @@ def test_an_exported_model_answers_as_the_run_does(run: Run, tmp_path: Path) -> 
     assert parity.exported == pytest.approx(parity.trained, abs=parity.tolerance)
 
 
+@pytest.mark.usefixtures("training")
 @pytest.mark.parametrize("recipe", ["caption", "chat", "classify"])  # translate: above, and in test_onnx.py
 def test_every_recipe_goes_home_and_says_the_same(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, recipe: str) -> None:
     monkeypatch.setenv("PACKTRAIN_CACHE", str(tmp_path / "cache"))
@@ -211,6 +212,7 @@ main()
 """
 
 
+@pytest.mark.usefixtures("processes")
 def test_the_commands_work_where_torch_is_not_installed(run: Run, tmp_path: Path) -> None:
     export(run, tmp_path / "model")
     trained = load_model(run, "best")

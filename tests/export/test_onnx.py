@@ -83,7 +83,7 @@ def untrained(recipe: Recipe) -> nn.Module:
 
 
 @pytest.fixture(scope="module")
-def exported(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Exported]:
+def exported(training: None, tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Exported]:
     known: dict[str, Exported] = {}
 
     def export(name: str) -> Exported:
@@ -129,6 +129,7 @@ def pair(exported: Callable[[str], Exported], name: str) -> TextPair:
     return TextPair(TorchText(one.model), one.network(), one.model.vocabulary)
 
 
+@pytest.mark.usefixtures("training")
 @TEXTS
 @pytest.mark.parametrize(
     "decoding",
@@ -179,6 +180,7 @@ def images(count: int, height: int, width: int) -> NDArray[np.uint8]:
     return np.random.default_rng(count).integers(0, 256, (count, height, width, 3)).astype(np.uint8)
 
 
+@pytest.mark.usefixtures("training")
 def test_logits_are_those_of_torch(exported: Callable[[str], Exported]) -> None:
     one = exported("classify")
     ours, theirs = TorchClassifier(one.model), one.network()
@@ -188,6 +190,7 @@ def test_logits_are_those_of_torch(exported: Callable[[str], Exported]) -> None:
     assert theirs.logits(images(0, 32, 32)).shape == (0, 3)
 
 
+@pytest.mark.usefixtures("training")
 @pytest.mark.parametrize(("name", "file"), [("classify", "classifier"), ("caption", "encoder")])
 def test_batch_norms_are_part_of_the_convolutions(exported: Callable[[str], Exported], name: str, file: str) -> None:
     kinds = Counter(
@@ -227,6 +230,7 @@ def size_of(folder: Path) -> int:
     return sum(path.stat().st_size for path in folder.rglob("*.onnx"))
 
 
+@pytest.mark.usefixtures("training")
 @pytest.mark.parametrize("name", ["translate", "classify"])
 def test_int8_is_smaller_and_close_and_made_in_silence(
     exported: Callable[[str], Exported], name: str, capfd: pytest.CaptureFixture[str]
@@ -269,6 +273,7 @@ print([[one.tokens for one in own] for own in found])
 """
 
 
+@pytest.mark.usefixtures("processes")
 def test_the_runtime_needs_neither_torch_nor_the_exporter_and_is_silent(exported: Callable[[str], Exported]) -> None:
     one = exported("translate")
     assert isinstance(one.model, Transformer)
@@ -340,6 +345,7 @@ def own(exported: Callable[[str], Exported]) -> Own:
     return Own(exported("translate").recipe.job, exported("translate").recipe.pack)
 
 
+@pytest.mark.usefixtures("training")
 def test_the_model_of_an_own_recipe_is_exported_as_its_loss_calls_it(
     own: Own, tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
@@ -372,6 +378,7 @@ def test_a_loss_that_does_not_call_the_model_cannot_be_exported(own: Own, tmp_pa
         export_own(Around(own.job, own.pack), Mean(len(own.pack.vocabulary)), tmp_path)
 
 
+@pytest.mark.usefixtures("training")
 def test_the_example_of_an_own_recipe_is_exported(tmp_path: Path) -> None:
     write_job(InitRequest("own", tmp_path / "job.yaml", name="languages"))
     loaded = load(tmp_path / "job.yaml")

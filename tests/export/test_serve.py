@@ -732,6 +732,7 @@ print("ended", flush=True)
 """
 
 
+@pytest.mark.usefixtures("processes")
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
 def test_a_signal_lets_running_requests_finish_and_then_the_process_exits_0(
     tmp_path: Path, number: signal.Signals
@@ -786,6 +787,7 @@ def test_the_command_refuses_what_would_be_open_to_all_or_cannot_be_served(tmp_p
 WITHOUT_TORCH = 'import sys; sys.modules["torch"] = None; from packtrain.cli import main; main()'
 
 
+@pytest.mark.usefixtures("processes")
 def test_an_exported_model_is_served_without_torch_until_sigterm(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

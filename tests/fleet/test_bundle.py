@@ -37,7 +37,7 @@ def packtrain(*words: str | Path, directory: Path) -> subprocess.CompletedProces
 
 
 @pytest.fixture(scope="module")
-def bundled(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
+def bundled(processes: None, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
     """A directory with a job, a run of it that reached step 4, and a bundle of both."""
     place = tmp_path_factory.mktemp("bundled")
     with pytest.MonkeyPatch.context() as patched:

@@ -87,6 +87,7 @@ def interrupt() -> None:
     raise KeyboardInterrupt
 
 
+@pytest.mark.usefixtures("processes")
 def test_machines_are_created_once_and_down_leaves_nothing(run: Run) -> None:
     start(run)
     start(run)
@@ -109,6 +110,7 @@ def test_machines_cannot_be_tied_to_a_command(run: Run) -> None:
         fleet_of(run).start(run, [], True)
 
 
+@pytest.mark.usefixtures("processes")
 @pytest.mark.parametrize("moment", CALLS)
 def test_a_create_that_fails_half_way_is_undone(run: Run, moment: str, monkeypatch: pytest.MonkeyPatch) -> None:
     at(monkeypatch, moment, refuse())
@@ -117,6 +119,7 @@ def test_a_create_that_fails_half_way_is_undone(run: Run, moment: str, monkeypat
     assert listed(run) == []
 
 
+@pytest.mark.usefixtures("processes")
 @pytest.mark.parametrize("moment", CALLS)
 def test_ctrl_c_undoes_what_was_created(run: Run, moment: str, monkeypatch: pytest.MonkeyPatch) -> None:
     at(monkeypatch, moment, interrupt)
@@ -149,6 +152,7 @@ def test_an_undo_that_fails_names_what_is_left_and_the_command_to_delete_it(
     assert listed(run) == ["network"]
 
 
+@pytest.mark.usefixtures("processes")
 def test_what_was_there_before_a_failed_start_stays(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
     start(run)
     at(monkeypatch, "before create machine", refuse())
@@ -159,6 +163,7 @@ def test_what_was_there_before_a_failed_start_stays(run: Run, monkeypatch: pytes
     assert listed(run) == ["machine", "machine", "network"]
 
 
+@pytest.mark.usefixtures("processes")
 def test_machines_that_are_created_while_somebody_ends_the_run_are_deleted(
     run: Run, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -135,6 +135,7 @@ def test_an_unreachable_host_and_one_without_the_store_fail_with_advice(network:
         assert word in done.stdout
 
 
+@pytest.mark.usefixtures("processes")
 def test_no_machine_is_checked_without_the_programs_of_the_fleet(tmp_path: Path) -> None:
     job = write_program(tmp_path / "job", tmp_path / "store", "{slurm: {machines: 2}}", "")
     environment = {"PATH": str(tmp_path / "empty")}
@@ -147,6 +148,7 @@ def test_no_machine_is_checked_without_the_programs_of_the_fleet(tmp_path: Path)
     assert not any(check["ok"] for check in checks)
 
 
+@pytest.mark.usefixtures("processes")
 def test_an_unknown_fleet_is_refused(tmp_path: Path) -> None:
     done = packtrain("doctor", "--fleet", "shh:a", directory=tmp_path, environment={})
     assert (done.returncode, done.stderr.count("\n")) == (2, 1)

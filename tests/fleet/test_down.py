@@ -95,6 +95,7 @@ def command(*words: str) -> Answer:
 # One run.
 
 
+@pytest.mark.usefixtures("processes")
 def test_a_run_that_moved_is_ended_everywhere(directory_store: Store, accounts: dict[str, Path]) -> None:
     run = started(directory_store, accounts["east"])
     moved = Run(run.store, run.name, program_job(fleet=rented(accounts["west"])).model_dump_json().encode(), run.code)
@@ -113,6 +114,7 @@ def test_a_run_that_moved_is_ended_everywhere(directory_store: Store, accounts: 
     assert f"ended: machine {label_of(run)}-0 in west, network" in "".join(told)
 
 
+@pytest.mark.usefixtures("processes")
 def test_a_fleet_that_fails_does_not_save_the_others(
     directory_store: Store, accounts: dict[str, Path], tmp_path: Path
 ) -> None:
@@ -124,6 +126,7 @@ def test_a_fleet_that_fails_does_not_save_the_others(
     assert kinds_in(accounts["east"]) == []
 
 
+@pytest.mark.usefixtures("processes")
 def test_a_run_is_removed_only_when_nothing_of_it_is_rented(directory_store: Store, accounts: dict[str, Path]) -> None:
     run = started(directory_store, accounts["east"])
     run.finish(Result("finished", "done", 1, 1.0))
@@ -176,6 +179,7 @@ def test_a_running_run_is_not_removed(directory_store: Store, monkeypatch: pytes
         check_has_no_machines(new_run(directory_store), force=True)
 
 
+@pytest.mark.usefixtures("processes")
 def test_a_store_that_cannot_be_written_saves_no_machine(directory_store: Store, accounts: dict[str, Path]) -> None:
     store = FaultyStore(directory_store)
     run = started(store, accounts["east"])
@@ -187,6 +191,7 @@ def test_a_store_that_cannot_be_written_saves_no_machine(directory_store: Store,
     assert kinds_in(accounts["east"]) == []
 
 
+@pytest.mark.usefixtures("processes")
 def test_no_secret_is_in_what_a_launch_leaves(
     directory_store: Store, accounts: dict[str, Path], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
@@ -206,6 +211,7 @@ def test_a_launch_that_was_only_intended_is_no_error(directory_store: Store, acc
     assert state_of(run) == "stopped"
 
 
+@pytest.mark.usefixtures("processes")
 def test_a_finished_run_stays_finished(directory_store: Store, accounts: dict[str, Path]) -> None:
     run = started(directory_store, accounts["east"])
     run.finish(Result("finished", "done", 1, 1.0))
@@ -216,6 +222,7 @@ def test_a_finished_run_stays_finished(directory_store: Store, accounts: dict[st
     assert run.stop_request() is None
 
 
+@pytest.mark.usefixtures("processes")
 def test_machines_that_the_store_names_are_not_contacted_unasked(
     directory_store: Store, accounts: dict[str, Path]
 ) -> None:
@@ -239,6 +246,7 @@ def test_machines_that_the_store_names_are_not_contacted_unasked(
     assert (shown["run"], shown["state"], len(shown["ended"])) == (run.name, "stopped", 2)
 
 
+@pytest.mark.usefixtures("processes")
 def test_the_end_of_a_run_gives_back_all_machines_of_this_person_and_contacts_no_others(
     tmp_path: Path, accounts: dict[str, Path], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -261,6 +269,7 @@ def test_the_end_of_a_run_gives_back_all_machines_of_this_person_and_contacts_no
     ]  # fmt: skip
 
 
+@pytest.mark.usefixtures("processes")
 @pytest.mark.parametrize(("verb", "seen"), [("stop", "finished"), ("resume", "finished"), ("resume", "interrupted")])
 def test_who_finds_that_a_run_has_ended_gives_its_machines_back(
     verb: str, seen: State, directory_store: Store, accounts: dict[str, Path], monkeypatch: pytest.MonkeyPatch
@@ -274,6 +283,7 @@ def test_who_finds_that_a_run_has_ended_gives_its_machines_back(
     assert kinds_in(accounts["east"]) == []
 
 
+@pytest.mark.usefixtures("processes")
 def test_the_result_of_a_run_that_ended_a_moment_ago_is_kept(directory_store: Store, accounts: dict[str, Path]) -> None:
     run = started(directory_store, accounts["east"])
     run.finish(Result("finished", "done", 1, 1.0))
@@ -282,6 +292,7 @@ def test_the_result_of_a_run_that_ended_a_moment_ago_is_kept(directory_store: St
     assert run.result() is not None
 
 
+@pytest.mark.usefixtures("processes")
 def test_a_person_sees_which_machines_would_be_contacted(directory_store: Store) -> None:
     run = new_run(directory_store, program_job(fleet={"ssh": {"hosts": ["evil.example", "root@other"]}}))
     code, shown = in_terminal(["down", run.name, "--store", run.store.url], answer="")
@@ -325,6 +336,7 @@ def test_a_machine_that_cannot_be_reached_is_named(directory_store: Store, monke
     assert run.stop_request() is not None, "the machine will see it"
 
 
+@pytest.mark.usefixtures("processes")
 def test_down_ends_processes_and_resume_continues_the_run(tmp_path: Path) -> None:
     store, environment = tmp_path / "store", {"PACKTRAIN_CACHE": str(tmp_path / "cache")}
     job = write_program(tmp_path / "code", store, "{local: {}, price: 2.0}", UNTIL_RESUMED, "checkpoint: {every: 1 s}")
@@ -355,7 +367,7 @@ def test_a_run_or_a_store_that_is_gone_leads_to_down_all(directory_store: Store,
 
 
 @pytest.fixture
-def two_runs(tmp_path: Path, accounts: dict[str, Path]) -> list[Run]:
+def two_runs(processes: None, tmp_path: Path, accounts: dict[str, Path]) -> list[Run]:
     stores = [open_store(str(tmp_path / name), create=True) for name in ("mine", "theirs")]
     return [
         started(stores[0], accounts["east"], budget={"hours": 1}),
@@ -458,6 +470,7 @@ def test_a_wrong_request_is_refused(words: Sequence[str], text: str, accounts: d
 MOMENTS = [f"{when} {call}" for call in ("list", "create network", "create machine") for when in ("before", "after")]
 
 
+@pytest.mark.usefixtures("processes")
 @pytest.mark.parametrize(
     "find", [lambda run: ("down", run.name, "--store", run.store.url), lambda _: ("down", "--all")]
 )
@@ -486,6 +499,7 @@ def test_whenever_a_client_is_killed_down_finds_what_it_left(
     assert kinds_in(accounts["east"]) == []
 
 
+@pytest.mark.usefixtures("processes")
 def test_the_same_from_python(
     directory_store: Store, accounts: dict[str, Path], monkeypatch: pytest.MonkeyPatch
 ) -> None:

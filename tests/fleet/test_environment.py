@@ -41,6 +41,7 @@ def remote(network: Network, monkeypatch: pytest.MonkeyPatch) -> Remote:
     return Remote("host1")
 
 
+@pytest.mark.usefixtures("processes")
 def test_the_wheel_of_packtrain_is_the_same_every_time_and_installs(tmp_path: Path) -> None:
     name, data = own_wheel()
     assert own_wheel() == (name, data)
@@ -123,6 +124,7 @@ def greeting_host(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Remote:
     return Remote("gpu-a")
 
 
+@pytest.mark.usefixtures("processes")
 def test_a_greeting_on_login_does_not_hide_the_answer(greeting_host: Remote, monkeypatch: pytest.MonkeyPatch) -> None:
     assert environment.find(greeting_host, None) == sys.executable
     assert environment.find(greeting_host, sys.executable) == sys.executable
@@ -134,6 +136,7 @@ def test_a_greeting_on_login_does_not_hide_the_answer(greeting_host: Remote, mon
     assert refused.value.answers
 
 
+@pytest.mark.usefixtures("processes")
 def test_runs_that_create_the_same_environment_at_the_same_time_all_get_it(
     greeting_host: Remote, tmp_path: Path
 ) -> None:
@@ -197,6 +200,7 @@ def test_the_packages_here_are_as_they_were_recorded() -> None:
     assert altered(installed_packages(), small) == []
 
 
+@pytest.mark.usefixtures("processes")
 @pytest.mark.parametrize("change", ["a file", "another file", "a script", "nothing", "bytecode"])
 def test_a_package_whose_files_differ_is_found(tmp_path: Path, change: str) -> None:
     stub_wheel(tmp_path, "click", "1.0")

@@ -23,6 +23,8 @@ from parts.stub_wheels import stub_index
 
 PINNED = f"python:3.11-slim@sha256:{'0' * 64}"
 
+pytestmark = pytest.mark.usefixtures("processes")
+
 
 def silent(_text: str) -> None: ...
 

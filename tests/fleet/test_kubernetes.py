@@ -309,6 +309,7 @@ def test_the_example_is_a_valid_job(monkeypatch: pytest.MonkeyPatch) -> None:
     assert kubernetes_validate.validate(the_job(run), VERSIONS[-1], strict=True)
 
 
+@pytest.mark.usefixtures("processes")
 def test_run_prints_manifests_that_kubectl_takes(server: ApiServer, tmp_path: Path) -> None:
     assert server.url
     (tmp_path / "train.py").touch()
@@ -713,12 +714,14 @@ def node(run: Run, *options: str) -> subprocess.CompletedProcess[str]:
     return subprocess.run(words, capture_output=True, text=True, timeout=120)
 
 
+@pytest.mark.usefixtures("processes")
 def test_another_packtrain_in_the_image_is_refused(directory_store: Store) -> None:
     done = node(a_run(directory_store), "--identity", "0.0.0-other")
     assert done.returncode == EXIT_MISTAKE
     assert f"this machine has packtrain {identity()}, the client has 0.0.0-other" in done.stderr
 
 
+@pytest.mark.usefixtures("processes")
 def test_a_pod_that_comes_after_the_result_ends_the_job(directory_store: Store) -> None:
     run = a_run(directory_store)
     run.finish(Result("failed", "as a test", 0, 0.0))

@@ -79,6 +79,7 @@ def test_a_plan_holds_no_secret(s3_store: Store) -> None:
         assert os.environ[variable] not in repr(plan)
 
 
+@pytest.mark.usefixtures("processes")
 def test_the_exit_code_and_the_output_of_a_node_are_kept(own_cache: Path) -> None:
     arguments = (sys.executable, "-c", "import sys; print('out'); print('err', file=sys.stderr); sys.exit(7)")
     node = start_process("job-1", arguments, tied=False)
@@ -90,6 +91,7 @@ def test_the_exit_code_and_the_output_of_a_node_are_kept(own_cache: Path) -> Non
     assert (node.log.stat().st_mode & 0o777, node.log.parent.stat().st_mode & 0o777) == (0o600, 0o700)
 
 
+@pytest.mark.usefixtures("processes")
 @pytest.mark.parametrize(
     ("script", "stop", "left"),
     [("", False, 0), ("import time; time.sleep(600)", True, 0), ("raise SystemExit(3)", False, 1)],
@@ -129,6 +131,7 @@ def started(how: str) -> tuple[subprocess.Popen[str], psutil.Process]:
     return client, psutil.Process(int(client.stdout.readline()))
 
 
+@pytest.mark.usefixtures("processes")
 def test_a_tied_node_ends_with_its_client() -> None:
     client, node = started("tied")
     assert node.is_running()
@@ -138,6 +141,7 @@ def test_a_tied_node_ends_with_its_client() -> None:
     assert gone == [node]
 
 
+@pytest.mark.usefixtures("processes")
 def test_an_untied_node_outlives_its_client_and_knows_how_long_it_has_after_a_signal() -> None:
     client, node = started("untied")
     try:
@@ -152,6 +156,7 @@ def test_an_untied_node_outlives_its_client_and_knows_how_long_it_has_after_a_si
         node.kill()
 
 
+@pytest.mark.usefixtures("processes")
 def test_a_detached_client_waits_until_its_nodes_have_joined() -> None:
     slow = "import time; time.sleep(0.3); print('machine: here has joined', flush=True); time.sleep(600)"
     node = start_process("job-1", (sys.executable, "-c", slow), tied=False)
@@ -164,6 +169,7 @@ def test_a_detached_client_waits_until_its_nodes_have_joined() -> None:
         node.process.wait()
 
 
+@pytest.mark.usefixtures("processes")
 @pytest.mark.parametrize(("code", "joined"), [(0, True), (104, True), (2, False)])
 def test_a_detached_client_says_why_a_node_could_not_start(code: int, joined: bool) -> None:
     node = start_process("job-1", (sys.executable, "-c", f"print('packtrain: no disk'); exit({code})"), tied=False)

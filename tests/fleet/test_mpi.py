@@ -127,6 +127,7 @@ def supervisor(store: Store, code: str) -> subprocess.Popen[str]:
     return subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
 
 
+@pytest.mark.usefixtures("processes")
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGUSR1])
 def test_the_supervisor_forwards_signals_and_returns_the_exit_code(
     number: signal.Signals, directory_store: Store
@@ -144,6 +145,7 @@ def test_the_supervisor_forwards_signals_and_returns_the_exit_code(
         assert process.wait(30) == 7
 
 
+@pytest.mark.usefixtures("processes")
 def test_mpirun_ends_when_its_supervisor_is_killed(directory_store: Store) -> None:
     code = "import os, time; print(os.getpid(), flush=True); time.sleep(600)"
     with supervisor(directory_store, code) as process:

@@ -187,6 +187,7 @@ def stand_in(directory: Path, name: str, text: str) -> None:
     (directory / name).chmod(0o755)
 
 
+@pytest.mark.usefixtures("processes")
 @pytest.mark.parametrize(
     ("code", "again"), [(101, True), (137, True), (2, True), (0, False), (100, False), (103, False)]
 )
@@ -216,6 +217,7 @@ def ended_job(run: Run, place: Path, srun: str, scontrol: str = "true") -> tuple
     return done.returncode, (place / "requeued").exists()
 
 
+@pytest.mark.usefixtures("processes")
 @pytest.mark.parametrize("code", [0, 1, 2, 100, 101, 102, 103, 126, 127, 137])
 def test_without_a_notice_the_job_is_requeued_while_the_run_has_no_result(
     code: int, directory_store: Store, tmp_path: Path
@@ -255,6 +257,7 @@ def test_a_job_whose_store_does_not_answer_is_requeued_a_limited_number_of_times
     assert not should_requeue(run, "7", 137, 1000)
 
 
+@pytest.mark.usefixtures("processes")
 def test_a_cancelled_or_stopped_job_is_not_requeued(directory_store: Store, tmp_path: Path) -> None:
     """Slurm would requeue a cancelled job if it were asked to."""
     run = new_run(directory_store)
@@ -268,6 +271,7 @@ def test_a_cancelled_or_stopped_job_is_not_requeued(directory_store: Store, tmp_
     assert ended_job(run, tmp_path, "exit 137") == (137, False)
 
 
+@pytest.mark.usefixtures("processes")
 def test_a_requeue_is_tried_again_until_the_controller_answers(directory_store: Store, tmp_path: Path) -> None:
     stand_in(tmp_path / "bin", "sleep", "#!/bin/bash\n")
     second = '{ [ -e "$PLACE/tried" ] || ! touch "$PLACE/tried"; }'
@@ -331,6 +335,7 @@ def submissions(place: Path) -> int:
     return len(file.read_text().splitlines()) if file.exists() else 0
 
 
+@pytest.mark.usefixtures("processes")
 def test_a_run_that_is_already_queued_is_not_submitted_again(directory_store: Store, queue: Path) -> None:
     run = new_run(directory_store, program_job(fleet={"slurm": {"machines": 2}}))
     told: list[str] = []
@@ -348,6 +353,7 @@ def test_a_run_that_is_already_queued_is_not_submitted_again(directory_store: St
     assert submissions(queue) == 2
 
 
+@pytest.mark.usefixtures("processes")
 def test_a_stop_cancels_queued_jobs(directory_store: Store, queue: Path) -> None:
     run = new_run(directory_store, program_job(fleet={"slurm": {"machines": "1..2"}}))
     fleet = SlurmFleet(SlurmSettings())
@@ -359,6 +365,7 @@ def test_a_stop_cancels_queued_jobs(directory_store: Store, queue: Path) -> None
     assert (queue / "cancelled").read_text().splitlines() == ["--quiet --state=PENDING 5", "--quiet 5"]
 
 
+@pytest.mark.usefixtures("processes")
 def test_down_returns_when_the_jobs_are_gone(
     directory_store: Store, queue: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -379,6 +386,7 @@ def test_down_returns_when_the_jobs_are_gone(
         fleet.down(run)
 
 
+@pytest.mark.usefixtures("processes")
 @pytest.mark.parametrize(
     "other",
     [
@@ -403,6 +411,7 @@ def test_a_stop_cancels_no_other_job_whatever_the_store_says(
     assert not (queue / "cancelled").exists()
 
 
+@pytest.mark.usefixtures("processes")
 def test_a_queue_that_cannot_be_read_is_a_mistake_in_one_line(directory_store: Store, queue: Path) -> None:
     for answer in ("not json", "[]", '{"jobs": [7]}', '{"jobs": [{"job_id": "x"}]}'):
         (queue / "queue.json").write_text(answer)
@@ -410,6 +419,7 @@ def test_a_queue_that_cannot_be_read_is_a_mistake_in_one_line(directory_store: S
             SlurmFleet(SlurmSettings()).end(new_run(directory_store))
 
 
+@pytest.mark.usefixtures("processes")
 def test_slurm_validates_the_script_that_would_be_submitted(directory_store: Store, queue: Path) -> None:
     run = new_run(directory_store, program_job(fleet={"slurm": {"machines": 2}}))
     SlurmFleet(SlurmSettings()).check(run.job, directory_store)

@@ -58,6 +58,7 @@ def test_ssh_checks_host_keys_and_never_prompts() -> None:
     assert "HostKey" not in words
 
 
+@pytest.mark.usefixtures("processes")
 def test_ssh_takes_no_host_for_an_option(tmp_path: Path) -> None:
     """The job refuses such names; whatever else makes one, ssh does not run its command."""
     with pytest.raises(Unreachable):
@@ -65,6 +66,7 @@ def test_ssh_takes_no_host_for_an_option(tmp_path: Path) -> None:
     assert not (tmp_path / "ran").exists()
 
 
+@pytest.mark.usefixtures("processes")
 def test_no_secret_is_sent_to_a_host_with_another_packtrain(
     directory_store: Store, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -126,6 +128,7 @@ def test_errors_of_ssh_become_advice(said: str, word: str) -> None:
     assert word in advice("x", said)
 
 
+@pytest.mark.usefixtures("processes")
 def test_the_output_of_a_tied_node_is_kept(
     directory_store: Store, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

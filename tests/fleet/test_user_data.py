@@ -79,6 +79,7 @@ def put(root: Path, path: str, text: str) -> None:
     (root / path).write_text(text)
 
 
+@pytest.mark.usefixtures("processes")
 def test_the_script_is_valid_and_small_enough_and_the_same_each_time(
     settings: AwsSettings, directory_store: Store, tmp_path: Path
 ) -> None:
@@ -107,6 +108,7 @@ def test_the_script_has_the_values_of_the_run_and_only_names_of_secrets(
     assert "\nlinger=600\n" in text
 
 
+@pytest.mark.usefixtures("processes")
 def test_a_machine_that_may_not_end_says_so_in_the_store(settings: AwsSettings, directory_store: Store) -> None:
     """Its group replaces it until somebody looks, or the scheduled end."""
     script = boot_script(new_run(directory_store), settings, 1_800_000_000.0)
@@ -164,6 +166,7 @@ def test_an_environment_is_made_only_of_what_the_client_has_put_into_the_store(t
     assert "not what the client has put there" in find_python(tmp_path, "0" * 64)
 
 
+@pytest.mark.usefixtures("processes")
 @pytest.mark.parametrize(("signal", "said"), [("TERM", ""), ("0", "ended: end\n")])
 def test_a_machine_that_is_ended_while_it_lingers_does_not_delete_its_group(signal: str, said: str) -> None:
     text = BOOT.read_text()
@@ -241,6 +244,7 @@ def test_a_disk_with_data_but_no_file_system_is_not_formatted(device: str, tmp_p
         assert disk.read(len(data)) == data
 
 
+@pytest.mark.usefixtures("processes")
 def test_a_disk_that_cannot_be_read_is_not_formatted(tmp_path: Path) -> None:
     done = prepare("/dev/no-such-disk", tmp_path)
     assert done.returncode != 0

@@ -103,6 +103,7 @@ def test_the_margin_before_the_deadline_grows_with_the_budget_up_to_five_minutes
     deadline.close()
 
 
+@pytest.mark.usefixtures("processes")
 def test_a_machine_is_shut_down_only_if_the_fleet_says_so(tmp_path: Any) -> None:
     command = ("touch", str(tmp_path / "off"))
     assert not switch_off(False, command)
@@ -111,6 +112,7 @@ def test_a_machine_is_shut_down_only_if_the_fleet_says_so(tmp_path: Any) -> None
     assert (tmp_path / "off").exists()
 
 
+@pytest.mark.usefixtures("processes")
 def test_a_machine_that_cannot_shut_down_tries_sudo_and_says_so(
     tmp_path: Any, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -224,6 +226,7 @@ def test_fleets_pass_on_that_machines_shut_down_at_the_end(directory_store: Stor
     assert all("--power-off" in start.arguments[-1] for start in fleet_of(off.job.fleet.kind).plan(off))
 
 
+@pytest.mark.usefixtures("processes")
 def test_the_process_ends_at_the_deadline_even_if_the_machine_cannot_be_shut_down() -> None:
     script = """
 from packtrain.node import preemption

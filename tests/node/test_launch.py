@@ -239,6 +239,7 @@ def still_there(pids: list[int]) -> list[int]:
     return [pid for pid in pids if psutil.pid_exists(pid) and psutil.Process(pid).status() != psutil.STATUS_ZOMBIE]
 
 
+@pytest.mark.usefixtures("processes")
 def test_kill_ends_what_workers_started_in_sessions_of_their_own(nodes: NodeLaunchers) -> None:
     launch, pids = nodes.launched(FAMILY + "time.sleep(600)")
     assert still_there(pids) == pids
@@ -247,6 +248,7 @@ def test_kill_ends_what_workers_started_in_sessions_of_their_own(nodes: NodeLaun
     assert still_there(pids) == []
 
 
+@pytest.mark.usefixtures("processes")
 def test_kill_ends_orphans_of_a_launcher_that_is_gone(nodes: NodeLaunchers) -> None:
     launch, pids = nodes.launched(FAMILY + "bare.kill()")
     orphans = pids[:2]
@@ -256,6 +258,7 @@ def test_kill_ends_orphans_of_a_launcher_that_is_gone(nodes: NodeLaunchers) -> N
     assert still_there(orphans) == []
 
 
+@pytest.mark.usefixtures("processes")
 def test_kill_leaves_the_workers_of_another_generation_alone(nodes: NodeLaunchers) -> None:
     one, pids_of_one = nodes.launched(FAMILY + "time.sleep(600)", "one")
     other, pids_of_other = nodes.launched(FAMILY + "time.sleep(600)", "other")
@@ -266,6 +269,7 @@ def test_kill_leaves_the_workers_of_another_generation_alone(nodes: NodeLauncher
     assert still_there(pids_of_other) == []
 
 
+@pytest.mark.usefixtures("processes")
 def test_a_launcher_can_be_killed_twice(nodes: NodeLaunchers) -> None:
     launch, _ = nodes.launched("print(flush=True)")
     launch.kill()
@@ -274,6 +278,7 @@ def test_a_launcher_can_be_killed_twice(nodes: NodeLaunchers) -> None:
     assert launch.poll() == code
 
 
+@pytest.mark.usefixtures("processes")
 def test_kill_ends_forked_orphans_of_a_launcher_that_is_gone(nodes: NodeLaunchers) -> None:
     """They have no environment of their own: the system shows that of the server, which must stay."""
     launch, orphans = nodes.launched(FORKED)
@@ -284,6 +289,7 @@ def test_kill_ends_forked_orphans_of_a_launcher_that_is_gone(nodes: NodeLauncher
     assert still_there([launch.server_pid]) == [launch.server_pid]
 
 
+@pytest.mark.usefixtures("processes")
 def test_terminate_sends_sigterm_to_the_launcher(nodes: NodeLaunchers) -> None:
     script = "import signal, sys, time; signal.signal(15, lambda *_: sys.exit(7)); print(flush=True); time.sleep(600)"
     launch, _ = nodes.launched(script)
@@ -291,6 +297,7 @@ def test_terminate_sends_sigterm_to_the_launcher(nodes: NodeLaunchers) -> None:
     assert launch.wait(90) == 7
 
 
+@pytest.mark.usefixtures("processes")
 def test_terminate_before_there_is_a_launcher_ends_the_server(nodes: NodeLaunchers) -> None:
     nodes.does("pass")
     module = nodes.packages / "torch" / "distributed" / "run.py"
@@ -303,6 +310,7 @@ def test_terminate_before_there_is_a_launcher_ends_the_server(nodes: NodeLaunche
     assert launch.poll() == -signal.SIGKILL
 
 
+@pytest.mark.usefixtures("processes")
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
 def test_a_signal_to_every_process_leaves_the_launcher_its_time_to_end_the_workers(
     nodes: NodeLaunchers, number: signal.Signals
@@ -323,6 +331,7 @@ time.sleep(600)
     assert launch.wait(90) == 7
 
 
+@pytest.mark.usefixtures("processes")
 def test_sigusr1_to_every_process_reaches_the_workers_and_does_not_end_the_launcher(nodes: NodeLaunchers) -> None:
     script = """
 import signal, subprocess, sys
@@ -338,6 +347,7 @@ sys.exit(worker.wait())
     assert launch.wait(90) == 7
 
 
+@pytest.mark.usefixtures("processes")
 @pytest.mark.parametrize("has_work", [True, False], ids=["at work", "ready"])
 def test_a_launcher_ends_when_its_node_dies(nodes: NodeLaunchers, has_work: bool) -> None:
     """The node is a process of its own here, because it has to die."""
@@ -378,6 +388,7 @@ def with_parts() -> dict[str, str]:
     return {**os.environ, "PYTHONPATH": str(Path(__file__).parent.parent)}
 
 
+@pytest.mark.usefixtures("processes")
 @pytest.mark.parametrize("killed", [False, True], ids=["one that ends", "one that is killed"])
 def test_the_launcher_after_another_is_forked_from_the_same_server(nodes: NodeLaunchers, killed: bool) -> None:
     nodes.does(f"import os, time; print(os.getpid(), os.getppid(), flush=True); time.sleep({600 * killed})")
@@ -397,6 +408,7 @@ def test_the_launcher_after_another_is_forked_from_the_same_server(nodes: NodeLa
     assert still_there([second_pid, second_parent]) == []
 
 
+@pytest.mark.usefixtures("processes")
 def test_work_does_not_begin_after_a_kill_before_the_server_was_ready(nodes: NodeLaunchers) -> None:
     nodes.does("pass")
     slow = f"import pathlib, time\nwhile not pathlib.Path({str(nodes.directory / 'go')!r}).exists(): time.sleep(0.02)\n"
@@ -417,6 +429,7 @@ def test_work_does_not_begin_after_a_kill_before_the_server_was_ready(nodes: Nod
     assert parent == next_launch.server_pid != launch.server_pid
 
 
+@pytest.mark.usefixtures("processes")
 def test_a_launch_fails_with_its_server(nodes: NodeLaunchers) -> None:
     launch, pids = nodes.launched("import os, time; print(os.getpid(), flush=True); time.sleep(600)")
     os.kill(launch.server_pid, signal.SIGKILL)
@@ -424,6 +437,7 @@ def test_a_launch_fails_with_its_server(nodes: NodeLaunchers) -> None:
     until(lambda: still_there(pids) == [])
 
 
+@pytest.mark.usefixtures("processes")
 def test_a_server_that_died_while_it_waited_is_replaced(nodes: NodeLaunchers) -> None:
     nodes.does("import os; print(os.getppid(), flush=True)")
     launchers = nodes.launchers("node")
@@ -436,6 +450,7 @@ def test_a_server_that_died_while_it_waited_is_replaced(nodes: NodeLaunchers) ->
     assert parents != [dead.pid]
 
 
+@pytest.mark.usefixtures("processes")
 def test_a_server_without_work_is_ended(nodes: NodeLaunchers) -> None:
     nodes.does("pass")
     launchers = nodes.launchers("node")
@@ -448,6 +463,7 @@ def test_a_server_without_work_is_ended(nodes: NodeLaunchers) -> None:
     assert still_there([server.pid]) == []
 
 
+@pytest.mark.usefixtures("processes")
 def test_what_an_import_prints_is_no_answer(nodes: NodeLaunchers) -> None:
     nodes.does("print('1', flush=True)")
     module = nodes.packages / "torch" / "distributed" / "run.py"
@@ -456,6 +472,7 @@ def test_what_an_import_prints_is_no_answer(nodes: NodeLaunchers) -> None:
     assert launch.wait(90) == 0
 
 
+@pytest.mark.usefixtures("processes")
 def test_torchs_launcher_does_not_look_for_gpus_which_its_forks_could_not_use_then() -> None:
     script = f"""
 import torch
@@ -474,6 +491,7 @@ assert config.numa_options is None
     assert done.returncode == 0, done.stderr
 
 
+@pytest.mark.usefixtures("processes")
 def test_workers_get_their_environment_and_an_empty_standard_input(nodes: NodeLaunchers) -> None:
     script = "import os, sys; print(os.environ['PACKTRAIN_GENERATION'], len(sys.stdin.read()), flush=True)"
     launch, said = nodes.launched(script)
@@ -481,6 +499,7 @@ def test_workers_get_their_environment_and_an_empty_standard_input(nodes: NodeLa
     assert launch.wait(90) == 0
 
 
+@pytest.mark.usefixtures("processes")
 def test_a_launcher_that_cannot_start_fails_the_launch_and_its_log_says_why(nodes: NodeLaunchers) -> None:
     nodes.does("pass")
     (nodes.packages / "torch" / "distributed" / "run.py").write_text("raise ImportError('no such thing')")
@@ -492,6 +511,7 @@ def test_a_launcher_that_cannot_start_fails_the_launch_and_its_log_says_why(node
     assert last_output(home / "logs").launcher.rstrip().endswith("ImportError: no such thing")
 
 
+@pytest.mark.usefixtures("processes")
 def test_what_workers_import_ahead_starts_no_thread_and_asks_for_no_device() -> None:
     """They are forked: a thread would be missing in them, and a device that was asked for could not be used."""
     script = """

@@ -163,6 +163,7 @@ def test_a_record_that_claims_to_be_huge_takes_no_memory(tmp_path: Path) -> None
     assert list(EventFile(tmp_path / "it").read()) == []
 
 
+@pytest.mark.usefixtures("processes")
 def test_files_are_found_in_folders_and_where_a_worker_has_them_open(tmp_path: Path) -> None:
     (tmp_path / "code" / "deep").mkdir(parents=True)
     (tmp_path / "elsewhere").mkdir()

@@ -156,6 +156,7 @@ def said(run: Run) -> list[tuple[int | None, str]]:
     return sorted((line.rank, line.text) for line in run.log_lines().read() if line.text.startswith("I am"))
 
 
+@pytest.mark.usefixtures("processes")
 def test_a_program_that_exits_with_code_0_finishes_the_run(machine: Machine) -> None:
     save = "\nimport pathlib; (pathlib.Path(os.environ['PACKTRAIN_CHECKPOINTS']) / os.environ['RANK']).write_text('x')"
     run = machine.run_of(SAY_WHO + save, fleet={"local": {}, "workers": 2})
@@ -171,6 +172,7 @@ def test_a_program_that_exits_with_code_0_finishes_the_run(machine: Machine) -> 
     assert list((machine.directory / "cache" / "nodes").iterdir()) == []
 
 
+@pytest.mark.usefixtures("processes")
 def test_a_program_that_fails_is_restarted_and_then_the_run_fails(machine: Machine) -> None:
     script = "import sys; print('it broke', file=sys.stderr); sys.exit(3)"
     run = machine.run_of(script, fleet={"local": {}, "workers": 1, "failures": 1})
@@ -189,6 +191,7 @@ def test_a_program_that_fails_is_restarted_and_then_the_run_fails(machine: Machi
     assert machine.processes() == []
 
 
+@pytest.mark.usefixtures("processes")
 def test_a_stop_commits_what_the_program_last_wrote_and_resume_restores_it(machine: Machine) -> None:
     run = machine.run_of(WORK)
     node = machine.start(run)
@@ -207,6 +210,7 @@ def test_a_stop_commits_what_the_program_last_wrote_and_resume_restores_it(machi
     assert machine.processes() == []
 
 
+@pytest.mark.usefixtures("processes")
 def test_a_preempted_machine_commits_and_leaves_the_run_unfinished(machine: Machine) -> None:
     run = machine.run_of(WORK)
     node = machine.start(run)
@@ -219,6 +223,7 @@ def test_a_preempted_machine_commits_and_leaves_the_run_unfinished(machine: Mach
     assert machine.processes() == []
 
 
+@pytest.mark.usefixtures("processes")
 def test_a_damaged_record_in_the_store_does_not_end_the_workers(machine: Machine) -> None:
     run = machine.run_of(WORK)
     node = machine.start(run)
@@ -231,6 +236,7 @@ def test_a_damaged_record_in_the_store_does_not_end_the_workers(machine: Machine
     assert len(run.generations()) == 1
 
 
+@pytest.mark.usefixtures("processes")
 def test_a_stop_request_is_answered_even_by_a_preempted_machine(machine: Machine) -> None:
     """The person who asked for the stop waits for the result."""
     run = machine.run_of(WORK)
@@ -242,6 +248,7 @@ def test_a_stop_request_is_answered_even_by_a_preempted_machine(machine: Machine
     assert machine.processes() == []
 
 
+@pytest.mark.usefixtures("processes")
 def test_launcher_and_workers_end_with_a_killed_node(machine: Machine) -> None:
     run = machine.run_of(WORK, fleet={"local": {}, "workers": 2})
     node = machine.start(run)
@@ -252,6 +259,7 @@ def test_launcher_and_workers_end_with_a_killed_node(machine: Machine) -> None:
     assert run.result() is None
 
 
+@pytest.mark.usefixtures("processes")
 def test_two_machines_form_one_generation_and_their_common_failure_counts_once(machine: Machine) -> None:
     script = "import os, sys\nif os.environ['PACKTRAIN_GENERATION'] == '1': sys.exit(3)\n" + SAY_WHO
     run = machine.run_of(script, fleet={"local": {"machines": 2}, "workers": 1, "failures": 1})
@@ -263,6 +271,7 @@ def test_two_machines_form_one_generation_and_their_common_failure_counts_once(m
     assert machine.processes() == []
 
 
+@pytest.mark.usefixtures("processes")
 def test_a_stop_of_two_machines_waits_for_the_last_commit_of_the_first(machine: Machine) -> None:
     run = machine.run_of(WORK, fleet={"local": {"machines": 2}, "workers": 1})
     nodes = [machine.start(run) for _ in range(2)]

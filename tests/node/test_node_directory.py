@@ -71,6 +71,7 @@ def ignore(kind: str, text: str) -> None:
     pass
 
 
+@pytest.mark.usefixtures("processes")
 def test_the_directory_of_a_live_node_is_left_alone(run: Run) -> None:
     process, directory = living(run)
     sweep(run, ignore)
@@ -80,6 +81,7 @@ def test_the_directory_of_a_live_node_is_left_alone(run: Run) -> None:
     process.wait()
 
 
+@pytest.mark.usefixtures("processes")
 def test_the_last_output_of_a_dead_node_is_recovered_and_its_directory_removed(run: Run) -> None:
     directory = killed(run)
     told: list[str] = []
@@ -92,6 +94,7 @@ def test_the_last_output_of_a_dead_node_is_recovered_and_its_directory_removed(r
     assert told == ["dead died on this machine; recovered 4 more lines of its logs"]
 
 
+@pytest.mark.usefixtures("processes")
 def test_lines_that_the_store_already_has_are_not_recovered_again(run: Run) -> None:
     from packtrain.run.records import LogLine
 
@@ -104,6 +107,7 @@ def test_lines_that_the_store_already_has_are_not_recovered_again(run: Run) -> N
     assert [text for _, text in texts(run)] == ["and a half", "one", "three", "two"]
 
 
+@pytest.mark.usefixtures("processes")
 def test_a_directory_is_kept_until_the_store_is_back(run: Run) -> None:
     directory = killed(run)
     away = FaultyStore(run.store)
@@ -116,6 +120,7 @@ def test_a_directory_is_kept_until_the_store_is_back(run: Run) -> None:
     assert len(texts(run)) == 4
 
 
+@pytest.mark.usefixtures("processes")
 def test_processes_of_a_dead_node_are_killed(run: Run) -> None:
     directory = killed(run)
     environment = {**os.environ, CONTROL_VARIABLE: str(directory / "000002" / "control")}
@@ -125,6 +130,7 @@ def test_processes_of_a_dead_node_are_killed(run: Run) -> None:
     assert not psutil.pid_exists(orphan.pid)
 
 
+@pytest.mark.usefixtures("processes")
 def test_directories_of_another_store_are_kept_for_a_week(run: Run, tmp_path: Path) -> None:
     other = new_run(open_store(str(tmp_path / "other"), create=True))
     directory = killed(other)
@@ -141,6 +147,7 @@ def moved_to(directory: Path, hostname: str) -> None:
     (directory / "owner.json").write_text(json.dumps({**owner, "hostname": hostname}))
 
 
+@pytest.mark.usefixtures("processes")
 def test_directories_of_another_machine_are_left_alone(run: Run) -> None:
     """They may share a cache where each knows of its own locks alone."""
     directory = killed(run)
@@ -154,6 +161,7 @@ def test_directories_of_another_machine_are_left_alone(run: Run) -> None:
         os.utime(directory, (old, old))  # a run of weeks makes no new folder there
 
 
+@pytest.mark.usefixtures("processes")
 def test_directories_of_another_machine_that_died_long_ago_are_removed(run: Run) -> None:
     directory = killed(run)
     moved_to(directory, "another-machine")
@@ -245,6 +253,7 @@ def test_a_node_that_joins_while_another_leaves_waits_for_it(run: Run) -> None:
     NodeSlot(run).close()
 
 
+@pytest.mark.usefixtures("processes")
 def test_only_one_of_many_clients_that_start_a_node_at_the_same_moment_succeeds(run: Run) -> None:
     script = (
         "import sys\nfrom packtrain.node.directory import NodeSlot\nfrom packtrain.run.run import Run\n"

@@ -124,6 +124,7 @@ def test_a_machine_says_what_it_is_without_importing_torch(tmp_path: Path, monke
     assert (facts.versions["packtrain"], facts.versions["torch"]) == (identity(), version("torch"))
 
 
+@pytest.mark.usefixtures("processes")
 def test_each_worker_is_measured(tmp_path: Path) -> None:
     launcher = subprocess.Popen([sys.executable, "-c", LAUNCHER], stdout=subprocess.PIPE)
     try:

@@ -37,6 +37,7 @@ def started_from(source: Path, store: Store, **fields: Any) -> Run:
 # What it finds.
 
 
+@pytest.mark.usefixtures("processes")
 def test_files_that_the_snapshot_leaves_out_are_found_by_their_relative_paths(
     directory_store: Store, tmp_path: Path
 ) -> None:
@@ -52,6 +53,7 @@ def test_files_that_the_snapshot_leaves_out_are_found_by_their_relative_paths(
     assert not (code / "lib/__pycache__").exists()
 
 
+@pytest.mark.usefixtures("processes")
 def test_the_code_is_that_of_the_snapshot_whatever_changed_since(directory_store: Store, tmp_path: Path) -> None:
     source = tmp_path / "mine"
     write_files(source, {"train.py": b"old"})
@@ -61,6 +63,7 @@ def test_the_code_is_that_of_the_snapshot_whatever_changed_since(directory_store
     assert (tmp_path / "code/train.py").read_bytes() == b"old"
 
 
+@pytest.mark.usefixtures("processes")
 def test_another_directory_of_the_same_name_is_not_taken_for_the_one_that_the_run_came_from(
     directory_store: Store, tmp_path: Path
 ) -> None:
@@ -90,6 +93,7 @@ def test_outputs_are_kept_and_are_there_again_on_the_next_machine(any_store: Sto
     assert read_files(tmp_path / "two") == {"train.py": b"", "out/a/1.txt": b"1", "deep/log.txt": b"one two"}
 
 
+@pytest.mark.usefixtures("processes")
 def test_outputs_never_go_through_a_link_into_the_persons_own_directory(directory_store: Store, tmp_path: Path) -> None:
     source = tmp_path / "mine"
     write_files(source, {"train.py": b"", ".gitignore": b"res/\n", "res/out/old": b"", "res/base.bin": b"b"})

@@ -186,6 +186,7 @@ def test_a_file_that_is_no_vocabulary_is_refused(text: str) -> None:
         Vocabulary.from_json(text)
 
 
+@pytest.mark.usefixtures("processes")
 def test_the_number_of_threads_changes_nothing() -> None:
     settings = [
         {"TOKENIZERS_PARALLELISM": "false"},

@@ -15,6 +15,7 @@ import importlib.util
 import os
 import random
 import shutil
+import socket
 import sys
 import threading
 from collections import Counter
@@ -29,7 +30,7 @@ from parts.browser import CHROMIUM
 COMMANDS = {"quick": "make quick", "local": "make test", "system": "make test-system, as root"}
 TIERS = list(COMMANDS)
 _TIER_OF_FIXTURE = {"processes": "local", "training": "local", "system": "system"}
-_STARTS = {"subprocess.Popen", "os.fork", "os.forkpty", "os.posix_spawn", "os.system", "socket.bind"}
+_STARTS = {"subprocess.Popen", "os.fork", "os.forkpty", "os.posix_spawn", "os.system", "socket.listen"}
 
 
 # What a test may need.
@@ -108,6 +109,7 @@ def pytest_configure(config: pytest.Config) -> None:
     for tier in TIERS:
         config.addinivalue_line("markers", f"{tier}: see tests/parts/tiers.py")
     sys.addaudithook(_guard)
+    socket.socket.listen = _listen  # type: ignore[method-assign]  # Python has no such audit event
 
 
 def tier_of(item: pytest.Item) -> str:
@@ -156,6 +158,12 @@ class _Guard:
 
 
 _guard = _Guard()
+_real_listen = socket.socket.listen
+
+
+def _listen(self: socket.socket, *backlog: int) -> None:
+    sys.audit("socket.listen", self, self.getsockname())
+    _real_listen(self, *backlog)
 
 
 @pytest.hookimpl(tryfirst=True)

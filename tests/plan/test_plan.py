@@ -166,6 +166,7 @@ def test_counting_stops_after_a_while_and_sizes_of_files_tell_the_rest(tmp_path:
 # Measured.
 
 
+@pytest.mark.usefixtures("processes")
 def test_a_plan_is_measured_here_and_a_run_expects_the_same(tmp_path: Path) -> None:
     path = write_job(tmp_path, fleet={"local": {}, "workers": 2})
     pack(path)
@@ -184,6 +185,7 @@ def test_a_plan_is_measured_here_and_a_run_expects_the_same(tmp_path: Path) -> N
     assert found.step_seconds == pytest.approx(one.step_seconds)
 
 
+@pytest.mark.usefixtures("processes")
 def test_a_probe_of_a_fleet_runs_on_its_machines(tmp_path: Path) -> None:
     path = write_job(tmp_path)
     pack(path)
@@ -236,6 +238,7 @@ def test_missing_data_is_named(tmp_path: Path) -> None:
 # What a run expects without measuring.
 
 
+@pytest.mark.usefixtures("processes")
 def test_a_run_expects_something_before_anyone_has_planned(tmp_path: Path) -> None:
     run = create(load(write_job(tmp_path)), PlainProgress(quiet))
     found = run.forecast()
@@ -245,6 +248,7 @@ def test_a_run_expects_something_before_anyone_has_planned(tmp_path: Path) -> No
     assert found.seconds > 0
 
 
+@pytest.mark.usefixtures("processes")
 def test_expecting_needs_no_torch(tmp_path: Path) -> None:
     path = write_job(tmp_path)
     code = (
@@ -260,6 +264,7 @@ def test_expecting_needs_no_torch(tmp_path: Path) -> None:
     assert int(done.stdout) > 10_000
 
 
+@pytest.mark.usefixtures("processes")
 def test_an_earlier_run_of_the_same_job_tells_the_pace(tmp_path: Path) -> None:
     path = write_job(tmp_path)
     first = create(load(path), PlainProgress(quiet))
@@ -291,6 +296,7 @@ def test_a_damaged_memory_of_a_plan_is_forgotten(tmp_path: Path) -> None:
     assert remembered_speeds(job, name) is None
 
 
+@pytest.mark.usefixtures("processes")
 def test_a_recipe_of_ones_own_starts_without_a_prediction(tmp_path: Path) -> None:
     (tmp_path / "mine.py").write_text(
         "from packtrain.recipes.translate import Translate\nclass Mine(Translate): pass\n"

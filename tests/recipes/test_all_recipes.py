@@ -63,6 +63,7 @@ def tensors(recipe: Recipe, ids: Ids) -> Batch:
     return {name: torch.from_numpy(rows) for name, rows in recipe.batch(ids, 0).items()}
 
 
+@pytest.mark.usefixtures("processes")
 @pytest.mark.parametrize("name", RECIPES)
 def test_importing_a_recipe_does_not_import_torch(name: str) -> None:
     code = f"import sys; sys.modules['torch'] = None; import {RECIPES[name].partition(':')[0]}"
@@ -200,6 +201,7 @@ def test_an_evaluation_can_end_before_any_batch(any_recipe: Recipe) -> None:
         any_recipe.measure(model_of(any_recipe), EvaluationRequest("valid", ids, ids, on_batch=stop))
 
 
+@pytest.mark.usefixtures("training")
 def test_training_lowers_the_loss(any_recipe: Recipe) -> None:
     ids = everything(any_recipe, "valid")
 
@@ -352,6 +354,7 @@ def test_activation_checkpointing_saves_less_for_the_backward_pass(any_recipe: R
     assert saved_bytes(activation_checkpointing=True) < 0.8 * saved_bytes()
 
 
+@pytest.mark.usefixtures("training")
 @pytest.mark.usefixtures("group_of_one", "compiler")
 def test_blocks_are_compiled_once_for_all_batches_and_evaluations_do_not_compile(any_recipe: Recipe) -> None:
     counters.clear()

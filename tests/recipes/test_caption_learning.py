@@ -6,6 +6,7 @@ from collections import Counter
 from pathlib import Path
 
 import numpy as np
+import pytest
 
 from packtrain.recipes import EvaluationRequest
 from packtrain.recipes.caption import Caption
@@ -25,6 +26,7 @@ def most_common(recipe: Caption) -> list[str]:
     return [text for text, count in counts.items() if count == max(counts.values())]
 
 
+@pytest.mark.usefixtures("training")
 def test_emoji_are_described_better_than_by_the_most_common_caption(make_recipe: MakeRecipe) -> None:
     recipe = make_recipe(
         name="emoji",

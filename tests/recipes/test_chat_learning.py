@@ -7,6 +7,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 import numpy as np
+import pytest
 
 from pack.corpus import write_pairs
 from packtrain.pack.dialogue import DialogueSource
@@ -32,6 +33,7 @@ def rows_of(column: object) -> list[list[int]]:
     return [column[row].tolist() for row in range(len(column))]
 
 
+@pytest.mark.usefixtures("training")
 def test_perplexity_is_lower_than_that_of_unigrams_and_bigrams(make_recipe: MakeRecipe, tmp_path: Path) -> None:
     train = write_pairs(tmp_path / "train.tsv", conversations("train", 16_000))
     valid = write_pairs(tmp_path / "valid.tsv", conversations("valid", 400))

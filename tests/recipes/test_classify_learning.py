@@ -22,6 +22,7 @@ PHOTOS = EXAMPLES / "data" / "photos"
 STEPS = 160  # five epochs
 
 
+@pytest.mark.usefixtures("training")
 def test_photographs_are_classified_after_160_steps(tmp_path: Path) -> None:
     job = Job.model_validate(
         {

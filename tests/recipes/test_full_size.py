@@ -129,6 +129,7 @@ def bitext(folder: Path) -> dict[str, Any]:
 DATA: dict[str, Callable[[Path], dict[str, Any]]] = dict(zip(FULL, (captions, dialogue, tars, bitext), strict=True))
 
 
+@pytest.mark.usefixtures("training")
 @pytest.mark.parametrize("name", FULL)
 def test_a_batch_of_data_in_the_same_format_has_a_loss_and_gradients(name: str, tmp_path: Path) -> None:
     data = DATA[name](tmp_path)

@@ -136,6 +136,7 @@ def created(example: Path) -> Run:
     return create(load(example / "job.yaml"), PlainProgress(lambda _: None))
 
 
+@pytest.mark.usefixtures("processes")
 def test_a_run_archives_its_recipe(example: Path) -> None:
     run = created(example)
     shutil.rmtree(example)
@@ -146,6 +147,7 @@ def test_a_run_archives_its_recipe(example: Path) -> None:
     assert Path(str(sys.modules[found.__module__].__file__)).parent == code.resolve()
 
 
+@pytest.mark.usefixtures("processes")
 def test_a_run_is_shown_if_its_recipe_cannot_be_imported(example: Path) -> None:
     (example / "languages.py").write_text((example / "languages.py").read_text() + "\n# of another run\n")
     run = created(example)
@@ -158,6 +160,7 @@ def test_a_run_is_shown_if_its_recipe_cannot_be_imported(example: Path) -> None:
 PREDICT = [sys.executable, "-m", "packtrain", "predict", "languages", "zweihundertelf", "two hundred and eleven"]
 
 
+@pytest.mark.usefixtures("processes")
 def test_the_worked_example_trains_and_predicts_on_a_machine_without_it(example: Path, tmp_path: Path) -> None:
     command = [sys.executable, "-m", "packtrain", "run", str(example / "job.yaml"), "--set", "train.duration=3 epochs"]
     done = subprocess.run(command, capture_output=True, text=True, timeout=300)

@@ -6,6 +6,7 @@ import random
 from collections.abc import Callable
 
 import numpy as np
+import pytest
 
 from packtrain.recipes import EvaluationRequest, Recipe
 from recipes.learn import learn
@@ -22,6 +23,7 @@ def strings(count: int, seed: int) -> list[tuple[str, str]]:
     return [(" ".join(row), " ".join(reversed(row))) for row in rows]
 
 
+@pytest.mark.usefixtures("training")
 def test_strings_are_reversed_after_800_steps(make_recipe: MakeRecipe) -> None:
     seen = strings(8000, seed=1)
     unseen = [pair for pair in strings(120, seed=2) if pair not in set(seen)]

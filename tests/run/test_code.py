@@ -21,7 +21,7 @@ def kept(directory: Path, back: Path) -> dict[str, bytes]:
 
 
 @pytest.fixture
-def repository(tmp_path: Path) -> Path:
+def repository(processes: None, tmp_path: Path) -> Path:
     directory = tmp_path / "code"
     directory.mkdir()
     subprocess.run(["git", "init", "-q", directory], check=True)
@@ -46,12 +46,14 @@ def special(name: str, kind: bytes, target: str = "") -> tarfile.TarInfo:
 # What goes in.
 
 
+@pytest.mark.usefixtures("processes")
 def test_files_are_unpacked_as_they_were(tmp_path: Path) -> None:
     files = {"train.py": b"print()", "package/deep/module.py": b"", "data.bin": bytes(range(256)), "ä ö.txt": b"x"}
     write_files(tmp_path / "code", files)
     assert kept(tmp_path / "code", tmp_path / "back") == files
 
 
+@pytest.mark.usefixtures("processes")
 def test_a_script_stays_executable(tmp_path: Path) -> None:
     write_files(tmp_path / "code", {"run.sh": b"#!/bin/sh\n", "train.py": b""})
     (tmp_path / "code" / "run.sh").chmod(0o755)
@@ -60,6 +62,7 @@ def test_a_script_stays_executable(tmp_path: Path) -> None:
     assert not (tmp_path / "back" / "train.py").stat().st_mode & 0o111
 
 
+@pytest.mark.usefixtures("processes")
 def test_the_same_files_give_the_same_bytes_whatever_their_times_and_order(tmp_path: Path) -> None:
     files = {"b.py": b"2", "a/c.py": b"3", "a.py": b"1"}
     write_files(tmp_path / "one", files)
@@ -93,6 +96,7 @@ def test_asking_for_the_commit_runs_no_program_of_the_repository(repository: Pat
     assert not (tmp_path / "ran").exists()
 
 
+@pytest.mark.usefixtures("processes")
 def test_without_a_repository_there_is_no_commit(tmp_path: Path) -> None:
     assert git_commit(tmp_path) == ("", 0)
 
@@ -106,6 +110,7 @@ def test_files_that_git_ignores_are_left_out(repository: Path, tmp_path: Path) -
     assert kept(repository, tmp_path / "back").keys() == {"train.py", "new.py", ".gitignore"}
 
 
+@pytest.mark.usefixtures("processes")
 def test_a_gitignore_counts_without_a_repository_as_git_reads_it(tmp_path: Path) -> None:
     files = {
         ".gitignore": b"# large\n/data/\n*.log\n!keep.log\nbuild/\n",
@@ -120,6 +125,7 @@ def test_a_gitignore_counts_without_a_repository_as_git_reads_it(tmp_path: Path)
     assert snapshot(tmp_path / "plain").left_out["data/"] == "named in .gitignore"
 
 
+@pytest.mark.usefixtures("processes")
 def test_without_git_the_folder_is_taken_as_it_is(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     write_files(tmp_path / "code", {"train.py": b"1", "lib/more.py": b"2"})
     monkeypatch.setenv("PATH", str(tmp_path))
@@ -183,6 +189,7 @@ def test_hidden_folders_are_taken_only_if_git_tracks_them(tmp_path: Path, reposi
     assert kept(tmp_path / "plain", tmp_path / "plain-back").keys() == {"train.py"}
 
 
+@pytest.mark.usefixtures("processes")
 def test_a_file_that_only_its_owner_may_read_stays_so(tmp_path: Path) -> None:
     write_files(tmp_path / "code", {"private.txt": b"x", "shared.txt": b"x"})
     (tmp_path / "code/private.txt").chmod(0o600)
@@ -206,12 +213,14 @@ def test_a_repository_cannot_have_git_run_a_program(tmp_path: Path, repository: 
     assert not ran.exists()
 
 
+@pytest.mark.usefixtures("processes")
 @pytest.mark.parametrize("name", [".git/config", "__pycache__/train.pyc", ".venv/bin/python", "x.egg-info/PKG-INFO"])
 def test_caches_and_environments_are_left_out(tmp_path: Path, name: str) -> None:
     write_files(tmp_path / "code", {"train.py": b"", name: b"x"})
     assert kept(tmp_path / "code", tmp_path / "back").keys() == {"train.py"}
 
 
+@pytest.mark.usefixtures("processes")
 def test_symbolic_links_are_left_out(tmp_path: Path) -> None:
     write_files(tmp_path, {"secret": b"CANARY", "elsewhere/module.py": b"CANARY", "code/train.py": b""})
     (tmp_path / "code" / "link").symlink_to(tmp_path / "secret")
@@ -219,6 +228,7 @@ def test_symbolic_links_are_left_out(tmp_path: Path) -> None:
     assert kept(tmp_path / "code", tmp_path / "back").keys() == {"train.py"}
 
 
+@pytest.mark.usefixtures("processes")
 def test_too_much_code_is_refused_with_the_largest_file_named(tmp_path: Path) -> None:
     write_files(tmp_path, {"train.py": b"x" * 400, "weights.bin": b"x" * 700})
     with pytest.raises(Mistake, match=r"is 1\.1 kB, more than 1\.0 kB \(largest: weights\.bin\)"):
@@ -228,6 +238,7 @@ def test_too_much_code_is_refused_with_the_largest_file_named(tmp_path: Path) ->
 TOKEN = "hf_" + "aB3" * 11 + "x"  # not a real one; in two parts, or the check would find it here
 
 
+@pytest.mark.usefixtures("processes")
 @pytest.mark.parametrize("data", [f"token = '{TOKEN}'\n".encode(), b"\xff\xfe binary " + TOKEN.encode()])
 def test_a_file_with_a_secret_is_refused_with_its_kind_and_how_to_leave_it_out(tmp_path: Path, data: bytes) -> None:
     write_files(tmp_path, {"train.py": b"", "lib/hub.py": data})
@@ -267,6 +278,7 @@ def test_a_store_is_not_code_whichever_directory_it_is_in(tmp_path: Path, reposi
     assert kept(directory, tmp_path / "back").keys() == {"train.py", "lib/runs/notes.txt"}
 
 
+@pytest.mark.usefixtures("processes")
 def test_what_was_taken_and_what_was_left_out_is_said(tmp_path: Path) -> None:
     files = {"train.py": b"12345", ".env": b"", "a.pem": b"", "b.pem": b"", "c.pem": b"", ".venv/bin/python": b""}
     write_files(

@@ -80,6 +80,7 @@ def test_code_that_was_started_here_is_not_asked_about(tmp_path: Path) -> None:
     require_trust(again(started(tmp_path)), refuse)
 
 
+@pytest.mark.usefixtures("processes")
 def test_a_store_is_the_same_by_any_path_and_after_a_move(tmp_path: Path) -> None:
     run = started(tmp_path)
     (tmp_path / "link").symlink_to(tmp_path / "store")
@@ -89,6 +90,7 @@ def test_a_store_is_the_same_by_any_path_and_after_a_move(tmp_path: Path) -> Non
         require_trust(Run(open_store(str(path)), run.name), refuse)
 
 
+@pytest.mark.usefixtures("processes")
 @pytest.mark.parametrize("verb", ["resume", "node"])
 def test_code_that_was_changed_in_the_store_is_not_run(tmp_path: Path, mark: Path, verb: str) -> None:
     run = started(tmp_path)
@@ -100,6 +102,7 @@ def test_code_that_was_changed_in_the_store_is_not_run(tmp_path: Path, mark: Pat
     assert not mark.exists()
 
 
+@pytest.mark.usefixtures("processes")
 def test_a_recipe_that_was_changed_in_the_store_is_not_imported_by_predict(tmp_path: Path, mark: Path) -> None:
     run = started(tmp_path, RECIPE_JOB, mine_py=RECIPE, a_txt="a b c\n" * 50)
     poison(run, mine_py=EVIL + "\n" + RECIPE)
@@ -111,6 +114,7 @@ def test_a_recipe_that_was_changed_in_the_store_is_not_imported_by_predict(tmp_p
     assert not mark.exists()
 
 
+@pytest.mark.usefixtures("processes")
 def test_a_job_that_was_changed_in_the_store_is_not_resumed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Neither its machines nor the names of the variables that they are sent may change unseen."""
     monkeypatch.setenv("TOKEN", "canary")
@@ -123,6 +127,7 @@ def test_a_job_that_was_changed_in_the_store_is_not_resumed(tmp_path: Path, monk
         pt.open(run.name, run.store.url).resume()
 
 
+@pytest.mark.usefixtures("processes")
 @pytest.mark.parametrize("fields", [{"environment": ["TOKEN"]}, {"fleet": {"ssh": {"hosts": ["gpu-a"]}}}])
 def test_a_job_of_somebody_else_that_names_machines_or_variables_is_not_resumed_unasked(
     directory_store: Store, fields: dict[str, Any]
@@ -132,6 +137,7 @@ def test_a_job_of_somebody_else_that_names_machines_or_variables_is_not_resumed_
     assert "job-1 was not started from here, and its job decides which machines get which variables" in done.stderr
 
 
+@pytest.mark.usefixtures("processes")
 def test_a_node_runs_only_the_code_that_its_client_has_seen(tmp_path: Path, mark: Path) -> None:
     run = started(tmp_path)
     digest = run.code_digest
@@ -142,6 +148,7 @@ def test_a_node_runs_only_the_code_that_its_client_has_seen(tmp_path: Path, mark
     assert [event.kind for event in run.events().read()] == ["failure"], "whoever follows the run sees it"
 
 
+@pytest.mark.usefixtures("processes")
 def test_code_of_somebody_else_runs_once_it_is_accepted_and_is_remembered(tmp_path: Path, mark: Path) -> None:
     run = started(tmp_path)
     poison(run, train_py=EVIL)
@@ -150,6 +157,7 @@ def test_code_of_somebody_else_runs_once_it_is_accepted_and_is_remembered(tmp_pa
     require_trust(again(run), refuse)
 
 
+@pytest.mark.usefixtures("processes")
 def test_in_a_terminal_the_person_is_shown_what_changed_and_asked(tmp_path: Path, mark: Path) -> None:
     run = started(tmp_path)
     poison(run, train_py=EVIL, **{"more\x1b[2J_py": "1"})
@@ -163,6 +171,7 @@ def test_in_a_terminal_the_person_is_shown_what_changed_and_asked(tmp_path: Path
     assert (code, mark.exists()) == (0, True), shown
 
 
+@pytest.mark.usefixtures("processes")
 def test_an_empty_answer_is_a_no(tmp_path: Path, mark: Path) -> None:
     run = started(tmp_path)
     poison(run, train_py=EVIL)
@@ -170,6 +179,7 @@ def test_an_empty_answer_is_a_no(tmp_path: Path, mark: Path) -> None:
     assert not mark.exists()
 
 
+@pytest.mark.usefixtures("processes")
 def test_an_archive_cannot_add_modules_to_a_recipe_of_packtrain(directory_store: Store, mark: Path) -> None:
     """Python looks for modules in the directory of the code first, so an archive with a torch.py would be run."""
     run = new_run(directory_store, recipe_job(fleet={"local": {}, "failures": 0}))

@@ -16,7 +16,15 @@ from packtrain.store.base import is_key
 from parts.stores import MEGABYTE, keys, noise
 
 
-@pytest.fixture(params=["directory_store", "s3_store", "ceph_store", "google_store", "azure_store"])
+@pytest.fixture(
+    params=[
+        "directory_store",
+        pytest.param("s3_store", marks=pytest.mark.local),
+        pytest.param("google_store", marks=pytest.mark.local),
+        pytest.param("ceph_store", marks=pytest.mark.system),
+        pytest.param("azure_store", marks=pytest.mark.system),
+    ]
+)
 def store(request: pytest.FixtureRequest) -> Store:
     made: Store = request.getfixturevalue(request.param)
     return made

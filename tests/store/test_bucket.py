@@ -87,7 +87,13 @@ def test_a_machine_without_ca_certificates_is_told_what_to_install(
         open_store(s3_location)
 
 
-@pytest.mark.parametrize("server", ["moto_server", "ceph_server"])
+@pytest.mark.parametrize(
+    "server",
+    [
+        pytest.param("moto_server", marks=pytest.mark.local),
+        pytest.param("ceph_server", marks=pytest.mark.system),
+    ],
+)
 def test_unfinished_uploads_of_dead_writers_are_aborted_and_no_others(
     server: str, request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -150,7 +156,13 @@ def test_an_upload_that_is_taken_for_dead_starts_over(
     assert s3_environment.uploads(s3_location) == []
 
 
-@pytest.mark.parametrize("server", ["moto_server", "ceph_server"])
+@pytest.mark.parametrize(
+    "server",
+    [
+        pytest.param("moto_server", marks=pytest.mark.local),
+        pytest.param("ceph_server", marks=pytest.mark.system),
+    ],
+)
 def test_the_lifecycle_rule_in_the_docs_is_accepted(server: str, request: pytest.FixtureRequest) -> None:
     s3: S3Server = request.getfixturevalue(server)
     page = (Path(__file__).parents[2] / "docs/fleets.md").read_text()

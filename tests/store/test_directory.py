@@ -146,6 +146,7 @@ def test_a_store_whose_mount_is_missing_is_away_and_nothing_is_written_below_the
     assert keys(store) == ["runs/a-1/b", "runs/a-1/job.json"]
 
 
+@pytest.mark.usefixtures("processes")
 def test_a_copy_without_the_id_becomes_a_store_by_doctor(tmp_path: Path) -> None:
     write_files(tmp_path / "my copy", {"runs/a-1/job.json": b"{}"})
     place = str(tmp_path / "my copy")
@@ -209,6 +210,7 @@ def test_temporary_files_are_not_listed_and_are_removed_after_a_day(directory_st
     assert not abandoned.exists()
 
 
+@pytest.mark.usefixtures("processes")
 def test_a_race_of_processes_has_one_winner(tmp_path: Path) -> None:
     code = """
 import sys, time
@@ -243,6 +245,7 @@ def test_concurrent_puts_and_deletions_in_a_folder_succeed(directory_store: Stor
     assert keys(directory_store) == directory_store.folders("") == []
 
 
+@pytest.mark.usefixtures("processes")
 def test_a_killed_writer_leaves_only_whole_objects(tmp_path: Path) -> None:
     code = """
 import sys

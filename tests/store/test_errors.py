@@ -57,7 +57,13 @@ def test_a_system_error_becomes_one_line_of_advice(number: int, advice: str, tem
     assert error.temporary is temporary
 
 
-@pytest.mark.parametrize("kind", ["moto_server", "ceph_server"])
+@pytest.mark.parametrize(
+    "kind",
+    [
+        pytest.param("moto_server", marks=pytest.mark.local),
+        pytest.param("ceph_server", marks=pytest.mark.system),
+    ],
+)
 def test_a_missing_bucket_is_not_reported_as_a_missing_object(
     kind: str, request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:

@@ -90,6 +90,7 @@ def test_keys_in_a_url_are_refused_without_repeating_them(location: str) -> None
     assert "canary" not in str(caught.value)
 
 
+@pytest.mark.usefixtures("processes")
 def test_importing_the_package_does_not_import_obstore() -> None:
     code = "import sys, packtrain.store; print('obstore' in sys.modules)"
     assert output_of(python(code)) == "False"

@@ -82,7 +82,13 @@ def test_keys_in_a_url_are_refused_with_the_variable_for_them(location: str, adv
     assert "canary" not in str(caught.value)
 
 
-@pytest.mark.parametrize("server", ["google_server", "azure_server"])
+@pytest.mark.parametrize(
+    "server",
+    [
+        pytest.param("google_server", marks=pytest.mark.local),
+        pytest.param("azure_server", marks=pytest.mark.system),
+    ],
+)
 def test_a_missing_bucket_and_wrong_keys_are_told_apart(
     server: str, request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -98,7 +98,7 @@ def started(sandbox: Sandbox, *arguments: str) -> subprocess.Popen[str]:
 
 
 @pytest.fixture(scope="module")
-def killed(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[Sandbox, list[str]]]:
+def killed(processes: None, tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[Sandbox, list[str]]]:
     """A sweep of two runs whose driver was killed, and what the two that continued it together printed."""
     sandbox = toy(tmp_path_factory.mktemp("sweep"))
     sandbox.pace(3.0)

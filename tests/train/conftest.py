@@ -13,7 +13,7 @@ from train.forking import WorkerForker
 
 
 @pytest.fixture(scope="session")
-def forker(tmp_path_factory: pytest.TempPathFactory) -> Iterator[WorkerForker]:
+def forker(processes: None, tmp_path_factory: pytest.TempPathFactory) -> Iterator[WorkerForker]:
     forker = WorkerForker(tmp_path_factory.mktemp("forker"))
     yield forker
     forker.close()

@@ -89,6 +89,7 @@ def test_the_cache_directory_follows_the_environment(tmp_path: Path, monkeypatch
     assert cache_directory() == tmp_path
 
 
+@pytest.mark.usefixtures("processes")
 def test_a_log_that_cannot_be_written_does_not_end_the_process() -> None:
     with Path("/dev/full").open("wb") as full:
         script = "from packtrain.system import say; say('one'); say('two'); raise SystemExit(7)"
@@ -116,6 +117,7 @@ def started(before: str = "", within: str = "pass") -> subprocess.Popen[str]:
     return subprocess.Popen([sys.executable, "-c", script], stdout=subprocess.PIPE, text=True)
 
 
+@pytest.mark.usefixtures("processes")
 @pytest.mark.parametrize("number", STOP_SIGNALS)
 def test_a_signal_ends_a_worker_that_waits_for_a_dead_peer(number: signal.Signals) -> None:
     process = started(within="ctypes.CDLL(None).sleep(600)")
@@ -141,6 +143,7 @@ print("heard", signals.received, flush=True)
 """
 
 
+@pytest.mark.usefixtures("processes")
 @pytest.mark.parametrize(
     ("wait", "said", "code"),
     [("wait(lock)", "kept\n", EXIT_STUCK), ("while not signals.received: time.sleep(0.1)", "heard True\n", 0)],
@@ -155,18 +158,21 @@ def test_a_worker_that_cannot_hear_a_signal_ends_when_its_work_is_kept(wait: str
     assert process.returncode == code
 
 
+@pytest.mark.usefixtures("processes")
 def test_a_worker_signaled_before_the_rendezvous_ends_instead_of_waiting() -> None:
     process = started(before="signal.raise_signal(signal.SIGUSR1)")
     assert [*process.communicate(timeout=90)] == ["", None]
     assert process.returncode == -signal.SIGTERM
 
 
+@pytest.mark.usefixtures("processes")
 def test_after_the_rendezvous_a_signal_only_sets_a_flag() -> None:
     process = started()
     assert [*process.communicate(timeout=90)] == ["waits\ngoes on\nheard True\n", None]
     assert process.returncode == 0
 
 
+@pytest.mark.usefixtures("processes")
 def test_a_checkpoint_is_being_committed_while_its_worker_lives(tmp_path: Path) -> None:
     control = Control(tmp_path)
     assert not control.is_saving()

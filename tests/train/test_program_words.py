@@ -113,6 +113,7 @@ def test_logging_ends_no_program_if_the_disk_does_not_take_it(control: Control, 
     packtrain.log(loss=1.0)
 
 
+@pytest.mark.usefixtures("processes")
 def test_logging_imports_nothing_heavy() -> None:
     script = "import sys, packtrain; packtrain.log(loss=1); assert not {'torch', 'numpy', 'pydantic'} & {*sys.modules}"
     subprocess.run([sys.executable, "-c", script], check=True, env={**os.environ, "PACKTRAIN_CONTROL": ""})

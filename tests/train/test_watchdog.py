@@ -120,6 +120,7 @@ def test_a_phase_that_waits_for_the_store_may_take_longer(tmp_path: Path) -> Non
     assert list(tmp_path.iterdir()) == []
 
 
+@pytest.mark.usefixtures("processes")
 def test_connecting_that_never_ends_is_reported_and_ends_the_worker() -> None:
     script = (
         "import time\nfrom packtrain.train.watchdog import must_end_within\n"

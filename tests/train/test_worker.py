@@ -86,6 +86,7 @@ os.wait()
 """
 
 
+@pytest.mark.usefixtures("processes")
 def test_a_worker_is_named_after_its_rank_and_dies_with_its_launcher() -> None:
     with subprocess.Popen([sys.executable, "-c", LAUNCHER], stdout=subprocess.PIPE) as launcher:
         assert launcher.stdout is not None
