@@ -31,7 +31,8 @@ from packtrain.run.code import archive
 from packtrain.run.run import create_run
 from packtrain.store import open_store
 from packtrain.train.optimizer import optimizer_tensors
-from packtrain.train.state import Description, Progress, Snapshot, SnapshotCopier
+from packtrain.train.progress import Progress
+from packtrain.train.state import Description, Snapshot, SnapshotCopier
 
 SAVE_EVERY = 20
 SYNC, PLAIN, BEGIN, BESIDE, WAIT, COMMIT = SPENT = (

@@ -59,8 +59,8 @@ def ours(recipe: Recipe, store: Store, decoded_samples: int) -> Learned:
     timer = example.Timer()
     timer.tick()
     trainer, _ = example.train(recipe, store, timer.tick)
-    spent = [clock[-1] - clock[0] for clock in (timer.wall, timer.processor)]
-    return Learned(trainer.step, *spent, score(recipe, trainer._engine.evaluation_model(), decoded_samples))
+    wall, processor = (clock[-1] - clock[0] for clock in (timer.wall, timer.processor))
+    return Learned(trainer.step, wall, processor, score(recipe, trainer._engine.evaluation_model(), decoded_samples))
 
 
 def shuffled(recipe: Recipe, batch: int) -> Iterator[tuple[int, float, Ids]]:
@@ -86,8 +86,8 @@ def bare(recipe: Recipe, most: Learned, clock: str, decoded_samples: int) -> Lea
     timer.tick()
     step = 0
     for epoch, epochs, ids in shuffled(recipe, settings.batch.value):
-        spent = [time.perf_counter() - timer.wall[0], time.process_time() - timer.processor[0]]
-        if spent[0] >= most.wall_seconds if clock == "wall" else spent[1] >= most.processor_seconds:
+        wall, processor = time.perf_counter() - timer.wall[0], time.process_time() - timer.processor[0]
+        if wall >= most.wall_seconds if clock == "wall" else processor >= most.processor_seconds:
             break
         recipe.prepare(epoch, model)
         model.train()
@@ -102,7 +102,7 @@ def bare(recipe: Recipe, most: Learned, clock: str, decoded_samples: int) -> Lea
         if ema is not None:
             ema.update(step)
         step += 1
-    return Learned(step, *spent, score(recipe, (model if ema is None else ema.model).eval(), decoded_samples))
+    return Learned(step, wall, processor, score(recipe, (model if ema is None else ema.model).eval(), decoded_samples))
 
 
 def score(recipe: Recipe, model: nn.Module, decoded_samples: int) -> float:

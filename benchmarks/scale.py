@@ -13,6 +13,7 @@ time that the store takes per second of all nodes. look: the first member reads 
 from __future__ import annotations
 
 import argparse
+import builtins
 import contextlib
 import io
 import os
@@ -86,12 +87,12 @@ class CountingStore(Store):
         self._inner.get_file(key, path, limit)
         self._count(False, path.stat().st_size)
 
-    def list(self, prefix: str = "", after: str | None = None) -> list[Entry]:
+    def list(self, prefix: str = "", after: str | None = None) -> builtins.list[Entry]:
         entries = self._inner.list(prefix, after)
         self._count(False, _ENTRY_BYTES * len(entries))
         return entries
 
-    def folders(self, prefix: str) -> list[str]:
+    def folders(self, prefix: str) -> builtins.list[str]:
         names = self._inner.folders(prefix)
         self._count(False, _ENTRY_BYTES * len(names))
         return names
