@@ -8,7 +8,6 @@ import socket
 import ssl
 import subprocess
 import threading
-import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -23,6 +22,7 @@ from packtrain.run.checkpoint import commit
 from packtrain.run.records import Event, JobSource, LogLine, Notes, Point, Result, Sample, Telemetry, TelemetrySample
 from packtrain.run.run import Run
 from packtrain.store import Store, open_store
+from packtrain.web.board import Board
 from parts.dashboard import (
     TOKEN,
     RunningDashboard,
@@ -323,13 +323,14 @@ def test_a_store_that_is_away_is_said_so_until_it_is_back(directory_store: Store
 
 
 def test_nothing_is_read_while_nobody_looks(directory_store: Store, monkeypatch: pytest.MonkeyPatch) -> None:
-    looks: list[float] = []
+    looks: list[None] = []
+    look = Board.look
+    monkeypatch.setattr(Board, "look", lambda *arguments: (looks.append(None), look(*arguments)))
     with dashboard(directory_store) as shown:
-        real = shown.server.news.board.look
-        monkeypatch.setattr(
-            shown.server.news.board, "look", lambda *given: (looks.append(time.monotonic()), real(*given))
-        )
-        time.sleep(0.05)
+        news = shown.server.news
+        for _ in range(3):  # wakes its thread, which finds that nobody looks
+            news._wake.set()
+            wait_until(lambda: not news._wake.is_set(), "the thread is awake")
         assert looks == []
         shown.get("/api/runs")
         wait_until(lambda: looks, "somebody asked")
