@@ -1,6 +1,11 @@
 from __future__ import annotations
 
-from packtrain.backoff import Backoff
+import threading
+from collections.abc import Callable
+
+import pytest
+
+from packtrain.backoff import Backoff, SlowAnswers
 
 
 class Clock:
@@ -66,3 +71,23 @@ def test_the_limit_counts_the_time_that_tries_take_and_starts_over_after_a_succe
     backoff.reset()
     assert backoff.wait()
     assert clock.slept == [1]
+
+
+def test_an_answer_is_told_after_the_words_that_there_is_none(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also if the timer has fired before it is canceled, and its thread has yet to tell."""
+    canceled = threading.Event()
+
+    class Fired(threading.Thread):
+        def __init__(self, _: float, tell: Callable[..., None], arguments: tuple[object, ...]) -> None:
+            super().__init__(target=lambda: (canceled.wait(60), tell(*arguments)))
+
+        def cancel(self) -> None:
+            canceled.set()
+
+    told: list[str] = []
+    monkeypatch.setattr("packtrain.backoff.Timer", Fired)
+    answers = SlowAnswers()
+    answers.tell = told.append
+    with answers.watched("s3://bucket", 60):
+        pass
+    assert told == ["s3://bucket does not answer; trying again for up to 60 s", "s3://bucket answers again"]

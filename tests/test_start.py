@@ -176,6 +176,7 @@ def test_the_data_of_a_program_goes_into_the_store_for_machines_elsewhere(tmp_pa
     assert (staged(data["corpus"], store, tmp_path / "cache") / "a.txt").read_bytes() == b"a"
 
 
+@pytest.mark.usefixtures("processes")
 def test_a_run_drops_unusable_samples_only_if_it_is_allowed_to(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     files = {
         f"data/{label}/{number}.jpg": saved(photo(40, 30, number), "JPEG") for label in "ab" for number in range(3)

@@ -82,6 +82,7 @@ class SlowAnswers:
             yield
         finally:
             timer.cancel()
+            timer.join()  # it may be telling right now, and what it says must come first
         self.answered(place)
 
     def late(self, place: str, limit_seconds: float) -> None:

@@ -13,7 +13,7 @@ import pytest
 from typer.testing import CliRunner
 
 from packtrain.cli import app
-from packtrain.errors import EXIT_INTERRUPTED, EXIT_NOT_FOUND, PacktrainError
+from packtrain.errors import EXIT_INTERRUPTED, EXIT_MISTAKE, EXIT_NOT_FOUND, PacktrainError
 from packtrain.run.records import LogLine
 from packtrain.store import Store
 from parts.runs import new_run, program_job
@@ -130,13 +130,53 @@ def test_ctrl_c_ends_every_command_with_130(
     assert "Traceback" not in done.output
 
 
+@pytest.fixture(params=["buffered", "unbuffered"])
+def environment(processes: None, request: pytest.FixtureRequest) -> dict[str, str]:
+    """With a buffer, Python meets a reader that has gone only when the command has ended."""
+    others = {name: value for name, value in os.environ.items() if name != "PYTHONUNBUFFERED"}
+    return others if request.param == "buffered" else {**others, "PYTHONUNBUFFERED": "1"}
+
+
+@pytest.mark.parametrize("words", ["ls", "logs", "ls --json", "--help", "--version", "run --help", "schema"])
+def test_nothing_is_said_when_nobody_reads_the_output(
+    words: str, environment: dict[str, str], directory_store: Store
+) -> None:
+    a_run_with_output(directory_store)
+    read, write = os.pipe()
+    os.close(read)
+    command = [sys.executable, "-m", "packtrain", *words.split()]
+    environment["PACKTRAIN_STORE"] = directory_store.url
+    done = subprocess.run(command, stdout=write, stderr=subprocess.PIPE, env=environment, timeout=120, check=False)
+    os.close(write)
+    assert (done.returncode, done.stderr) == (0, b"")
+
+
+@pytest.mark.parametrize(("words", "code"), [("badcommand", EXIT_MISTAKE), ("ls --store nowhere", EXIT_NOT_FOUND)])
+def test_an_error_that_nobody_reads_keeps_its_exit_code(
+    words: str, code: int, environment: dict[str, str], tmp_path: Path
+) -> None:
+    read, write = os.pipe()
+    os.close(read)
+    command = [sys.executable, "-m", "packtrain", *words.split()]
+    done = subprocess.run(command, stdout=write, stderr=write, env=environment, cwd=tmp_path, timeout=120, check=False)
+    os.close(write)
+    assert done.returncode == code
+
+
+@pytest.mark.parametrize(
+    ("words", "code", "errors"),
+    [("ls", 0, ""), ("--version", 0, ""), ("ls --store nowhere", EXIT_NOT_FOUND, "no store here")],
+)
 @pytest.mark.usefixtures("processes")
-def test_nothing_is_said_when_nobody_reads_the_output(directory_store: Store) -> None:
-    for words in (["ls"], ["logs"], ["ls", "--json"]):
-        a_run_with_output(directory_store)
-        read, write = os.pipe()
-        os.close(read)
-        command = [sys.executable, "-m", "packtrain", *words, "--store", directory_store.url]
-        done = subprocess.run(command, stdout=write, stderr=subprocess.PIPE, timeout=120, check=False)
-        os.close(write)
-        assert (done.returncode, done.stderr) == (0, b"")
+@pytest.mark.parametrize("closed", [(1,), (2,), (0, 1, 2)])
+def test_a_command_works_with_closed_streams(
+    words: str, code: int, errors: str, closed: tuple[int, ...], directory_store: Store, tmp_path: Path
+) -> None:
+    close = f"import os, sys; [os.close(stream) for stream in {closed}]; os.execv(sys.executable, sys.argv[1:])"
+    command = [sys.executable, "-c", close, sys.executable, "-m", "packtrain", *words.split()]
+    environment = {**os.environ, "PACKTRAIN_STORE": directory_store.url}
+    done = subprocess.run(command, capture_output=True, text=True, env=environment, cwd=tmp_path, timeout=120)
+    assert done.returncode == code
+    assert bool(done.stdout) == (code == 0 and 1 not in closed)
+    assert (errors in done.stderr) if 2 not in closed else (done.stderr == "")
+    assert "Traceback" not in done.stderr

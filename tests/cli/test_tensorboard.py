@@ -7,7 +7,6 @@ import os
 import signal
 import subprocess
 import sys
-import time
 import urllib.request
 from pathlib import Path
 
@@ -22,6 +21,7 @@ from packtrain.run.run import Run
 from packtrain.store import Store
 from packtrain.train.recorder import TensorBoardWriter
 from parts.runs import MEASURED, new_run, program_job, recipe_job
+from parts.sandbox import wait_until
 
 
 def record(run: Run, step: int, generation: int = 1) -> None:
@@ -100,10 +100,9 @@ def test_tensorboard_shows_the_runs_until_it_is_interrupted_and_leaves_nothing(
         line = process.stdout.readline()
         assert line.startswith("TensorBoard: http://127.0.0.1:")
         address = line.split()[1]
-        while sorted(runs_at(address)) != ["job-1", "job-2"]:  # it reads them in the background
-            time.sleep(0.2)
+        wait_until(lambda: sorted(runs_at(address)) == ["job-1", "job-2"], "the runs, which it reads in the background")
         process.send_signal(signal.SIGINT)
-        assert process.wait() == 130
+        assert process.wait(120) == 130
     assert list(scratch.iterdir()) == []
     with pytest.raises(OSError, match="refused"):
         runs_at(address)

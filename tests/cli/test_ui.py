@@ -18,6 +18,8 @@ from packtrain.errors import Mistake
 from packtrain.store import Store
 from parts.dashboard import trained_run
 
+pytestmark = pytest.mark.usefixtures("processes")
+
 
 def run(*arguments: str) -> Result:
     return CliRunner().invoke(app, list(arguments))

@@ -6,9 +6,11 @@ import subprocess
 import sys
 import threading
 import time
+import traceback
 from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 
@@ -18,6 +20,7 @@ from packtrain.data.pack import Pack
 from packtrain.errors import Mistake, NotFound, PacktrainError
 from packtrain.pack.manifest import PackFile, pack_key
 from packtrain.store import Store, open_store
+from parts.clock import wait_for_tick
 
 PATIENCE_SECONDS = 90
 TESTS = Path(__file__).parents[1]
@@ -75,6 +78,12 @@ def damage(path: Path) -> None:
 
 def cached(folder: Path) -> set[str]:
     return {path.name for path in folder.iterdir() if path.is_file() and path.suffix != ".lock"} - {"lock"}
+
+
+def waits_for_lock(pid: int) -> bool:
+    """True if a process is blocked by the lock of another one."""
+    locks = [line.split() for line in Path("/proc/locks").read_text().splitlines()]
+    return any(words[1:3] == ["->", "FLOCK"] and words[5] == str(pid) for words in locks)
 
 
 def leftovers(folder: Path) -> list[Path]:
@@ -140,7 +149,7 @@ def test_a_process_that_waits_for_a_killed_download_downloads_the_file_itself(re
     with killed.stdout as stdout:
         assert stdout.readline() == "fetching\n"
         waiting = started(remote, folder, file, 0)
-        time.sleep(0.5)
+        eventually(lambda: waits_for_lock(waiting.pid))
         killed.send_signal(signal.SIGKILL)
         killed.wait()
     assert waiting.communicate(timeout=PATIENCE_SECONDS)[0].split() == ["fetching", "apple"]
@@ -283,7 +292,7 @@ def test_the_least_recently_used_file_is_removed_first(remote: Remote, folder: P
     cache = FileCache(folder, limit_bytes=30)
     for file in (*files[:3], files[0]):
         path_of(cache, remote, file)
-        time.sleep(0.01)
+        wait_for_tick(folder)
     path_of(cache, remote, files[3])
     assert cached(folder) == {files[number].sha256 for number in (0, 2, 3)}
 
@@ -294,7 +303,7 @@ def test_many_small_files_are_removed_for_a_large_one(remote: Remote, folder: Pa
     cache = FileCache(folder, limit_bytes=40)
     for file in (*small, large):
         path_of(cache, remote, file)
-        time.sleep(0.01)
+        wait_for_tick(folder)
     assert cached(folder) == {small[3].sha256, large.sha256}
 
 
@@ -402,16 +411,22 @@ def test_a_download_that_is_needed_does_not_wait_for_another(remote: Remote, fol
 
 
 @pytest.mark.usefixtures("processes")
-def test_a_download_waits_only_for_those_that_live(remote: Remote, folder: Path) -> None:
+def test_a_download_waits_only_for_those_that_live(
+    remote: Remote, folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     slow, next_one = put_file(remote, "a", b"a" * 40), put_file(remote, "b", b"b" * 40)
     other = started(remote, folder, slow, PATIENCE_SECONDS)
     assert other.stdout is not None
     with other.stdout as stdout:
         assert stdout.readline() == "fetching\n"
-        waiting = threading.Thread(target=path_of, args=(FileCache(folder, limit_bytes=50), remote, next_one))
+        cache = FileCache(folder, limit_bytes=50)
+        waiting = threading.Thread(target=path_of, args=(cache, remote, next_one))
+        looks: list[bool] = []
+        make_room = cache._make_room
+        monkeypatch.setattr(cache, "_make_room", lambda wanted: (looks.append(make_room(wanted)), looks[-1])[1])
         waiting.start()
-        waiting.join(0.3)
-        assert waiting.is_alive()
+        eventually(lambda: len(looks) >= 3)
+        assert not any(looks)
         other.kill()
         other.wait()
     waiting.join(PATIENCE_SECONDS)
@@ -429,6 +444,15 @@ def test_a_full_disk_names_the_variable_that_moves_the_cache(
     assert cached(small_disk / "packs") == set()
 
 
+def waits_in(threads: list[threading.Thread], function: Callable[..., Any]) -> bool:
+    """True if all of these threads are inside of a function that waits."""
+    frames = [sys._current_frames().get(thread.ident or 0) for thread in threads]
+    return all(
+        any(frame.f_code is function.__code__ for frame, _ in traceback.walk_stack(frame)) if frame else False
+        for frame in frames
+    )
+
+
 def eventually(condition: Callable[[], bool]) -> None:
     deadline = time.monotonic() + PATIENCE_SECONDS
     while not condition():
@@ -439,8 +463,7 @@ def eventually(condition: Callable[[], bool]) -> None:
 def test_shards_are_downloaded_in_order_a_few_ahead_of_their_use() -> None:
     fetched: list[int] = []
     with Prefetch(fetched.append, [5, 3, 9, 1, 7], ahead=2, threads=1) as prefetch:
-        eventually(lambda: len(fetched) == 2)
-        time.sleep(0.1)
+        eventually(lambda: len(fetched) >= 2 and waits_in([*prefetch._threads], threading.Semaphore.acquire))
         assert fetched == [5, 3]
         prefetch.used(5)
         eventually(lambda: len(fetched) == 3)
@@ -487,7 +510,7 @@ def test_the_limit_leaves_half_of_a_small_disk(remote: Remote, folder: Path, mon
     monkeypatch.setattr("packtrain.data.cache.shutil.disk_usage", small_disk)
     for file in files:
         path_of(FileCache(folder), remote, file)
-        time.sleep(0.01)
+        wait_for_tick(folder)
     assert cached(folder) == {file.sha256 for file in files[1:]}
     assert open_store(remote.url).exists(pack_key(NAME, "a"))
 

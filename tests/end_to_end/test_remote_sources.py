@@ -20,6 +20,8 @@ from packtrain.store import open_store
 
 PAIRS = "".join(f"number {number}\tZahl {number}\n" for number in range(40))
 
+pytestmark = pytest.mark.usefixtures("processes")
+
 
 class Quiet(SimpleHTTPRequestHandler):
     def log_message(self, *_: object) -> None:

@@ -45,6 +45,8 @@ from recipes.small import SMALL
 TOKEN = "a-token-of-this-test"
 JSON = {"Content-Type": "application/json"}
 
+pytestmark = pytest.mark.usefixtures("processes")
+
 
 class EchoText(TextNetwork):
     """Writes what it reads, when its gate is open, and records the decoding and the size of every batch."""

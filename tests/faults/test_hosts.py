@@ -87,9 +87,13 @@ def split_for_more_than_their_patience(field: HostRun) -> None:
     first, second = field.network
     first.cut(second)
     field.wait_for(lambda: field.causes() == ["start", "hang"], "the workers to be taken for hanging")
-    made = committed(field.run)
-    time.sleep(5)
-    assert committed(field.run) == made, "neither goes on alone"
+    before = committed(field.run)
+    renewals = {lease.node: lease.renewal for lease in field.run.leases()}
+    field.wait_for(
+        lambda: all(lease.renewal >= renewals.get(lease.node, 0) + 4 for lease in field.run.leases()),
+        "both to renew their leases a few times",
+    )
+    assert committed(field.run) == before, "neither goes on alone"
     second.restore()
     field.wait_for_commit(60, generation=2)
     assert field.causes() == ["start", "hang"]

@@ -42,6 +42,7 @@ from packtrain.start import create, dry_run, load, start
 from packtrain.store import Store, open_store
 from parts.runs import a_lease, new_run, program_job
 from parts.s3 import S3Server
+from parts.sandbox import wait_until
 
 REGION = "us-east-1"
 IMAGE = "ami-785db401"  # an Ubuntu that moto knows
@@ -191,7 +192,8 @@ def test_a_resumed_run_gets_new_machines_in_place_of_those_that_stay_for_a_look(
     start(run, tied=False, say=silent)
     before = {one["InstanceId"] for one in region.instances(label_of(run))}
     run.renew(a_lease("a", left=True))  # its machine lingers
-    time.sleep(1.1)  # the server tells times in seconds
+    second = int(time.time())  # in which the server tells times
+    wait_until(lambda: int(time.time()) > second, "the next second")
     # moto starts no machines of the second version of a template.
     region.ask("ec2", "delete-launch-template", LaunchTemplateName=label_of(run))
     start(run, tied=False, say=silent)

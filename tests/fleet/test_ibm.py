@@ -47,7 +47,7 @@ ORDER = "Virtual_Guest.createObject"
 
 
 @pytest.fixture
-def cloud(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[SoftLayerCloud]:
+def cloud(processes: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[SoftLayerCloud]:
     """An account without hosts: its servers cannot be logged in to."""
     made = SoftLayerCloud()
     with served(made) as endpoint:

@@ -62,7 +62,7 @@ EVERYTHING: dict[str, Any] = {
 
 
 @pytest.fixture
-def server(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[ApiServer]:
+def server(processes: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[ApiServer]:
     with api_server() as server:
         monkeypatch.setenv("KUBECONFIG", str(kubeconfig(tmp_path / "kubeconfig", server.url)))
         monkeypatch.setattr("packtrain.fleet.kubernetes.fleet._START_SECONDS", 0.0)  # nothing starts pods here

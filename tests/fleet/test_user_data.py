@@ -54,7 +54,7 @@ def serve(server: ThreadingHTTPServer) -> str:
 
 
 @pytest.fixture
-def machine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
+def machine(processes: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
     """The metadata of a machine, in files."""
     root = tmp_path / "metadata"
     keys = {"AccessKeyId": "AKROLE", "SecretAccessKey": "secret", "Token": "session"}

@@ -473,7 +473,8 @@ def test_what_an_import_prints_is_no_answer(nodes: NodeLaunchers) -> None:
 
 
 @pytest.mark.usefixtures("processes")
-def test_torchs_launcher_does_not_look_for_gpus_which_its_forks_could_not_use_then() -> None:
+def test_torchs_launcher_does_not_look_for_gpus_which_its_forks_could_not_use_then(tmp_path: Path) -> None:
+    arguments = launcher_arguments(a_generation(1, "a"), 0, None, tmp_path)  # torch creates the directory of logs
     script = f"""
 import torch
 from torch.distributed.run import config_from_args, parse_args
@@ -484,7 +485,7 @@ def refuse():
 
 leave_gpus_alone()
 torch.cuda.is_available = torch.cuda.device_count = refuse
-config, _, _ = config_from_args(parse_args({launcher_arguments(a_generation(1, "a"), 0, None, Path("/logs"))!r}))
+config, _, _ = config_from_args(parse_args({arguments!r}))
 assert config.numa_options is None
 """
     done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True)
@@ -530,6 +531,7 @@ print(len(os.listdir("/proc/self/task")))
     assert said.stdout == "1\n"
 
 
+@pytest.mark.usefixtures("processes")
 def test_a_port_that_is_free_can_be_listened_on() -> None:
     with socket.socket() as listening:
         listening.bind(("127.0.0.1", free_port()))

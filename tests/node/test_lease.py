@@ -112,6 +112,7 @@ class Silent(BaseHTTPRequestHandler):
         self.end_headers()
 
 
+@pytest.mark.usefixtures("processes")
 def test_one_request_without_an_answer_does_not_cost_the_lease(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     assert OUTAGE_SECONDS + ANSWER_SECONDS + 1 < LEASE_LOST_SECONDS
     server = ThreadingHTTPServer(("127.0.0.1", 0), Silent)

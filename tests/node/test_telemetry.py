@@ -3,7 +3,6 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
-import time
 from importlib.metadata import version
 from pathlib import Path
 from types import ModuleType, SimpleNamespace
@@ -19,6 +18,7 @@ from packtrain.run.run import Run
 from packtrain.store import Store
 from packtrain.system import usable_cores
 from parts.runs import a_lease, write_files
+from parts.sandbox import wait_until
 
 LAUNCHER = """
 import os, subprocess, sys, time
@@ -173,10 +173,12 @@ def test_telemetry_samples_are_kept_in_the_store(directory_store: Store, tmp_pat
     run = Run(directory_store, "job-1")
     writer = run.telemetry_writer("a")
     lease = LeaseRenewer(run, a_lease("a"), TelemetrySampler(tmp_path), writer, seconds=0.02)
-    time.sleep(0.3)
+
+    def measured() -> list[TelemetrySample]:
+        writer.flush()
+        return run.telemetry().read()
+
+    wait_until(lambda: len(measured()) >= 2, "two samples")
     lease.leave()
-    writer.flush()
-    measured: list[TelemetrySample] = run.telemetry().read()
-    assert len(measured) >= 2
-    assert {one.node for one in measured} == {"a"}
-    assert all(one.telemetry.memory_bytes > 0 for one in measured)
+    assert {one.node for one in measured()} == {"a"}
+    assert all(one.telemetry.memory_bytes > 0 for one in measured())

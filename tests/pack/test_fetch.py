@@ -120,7 +120,7 @@ class _Server(ThreadingHTTPServer):
 
 
 @pytest.fixture
-def web(monkeypatch: pytest.MonkeyPatch) -> Iterator[Web]:
+def web(processes: None, monkeypatch: pytest.MonkeyPatch) -> Iterator[Web]:
     for name in [name for name in os.environ if name.lower().endswith("_proxy")]:
         monkeypatch.delenv(name)
     web = Web(files={"/train.de.gz": DATA})
@@ -614,6 +614,7 @@ UNRULY = {
 }
 
 
+@pytest.mark.usefixtures("processes")
 @pytest.mark.parametrize("trouble", UNRULY)
 def test_an_answer_that_would_never_end_is_given_up(trouble: str, copy: Copy) -> None:
     start, more, told = UNRULY[trouble]

@@ -109,6 +109,7 @@ def test_validation_has_the_class_numbers_of_training(directory_store: Store, tm
     assert shard.plain["label"].tolist() == [1] * 6 + [2] * 6
 
 
+@pytest.mark.usefixtures("processes")
 def test_any_number_of_processes_makes_the_same_bytes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(images, "SHARD_BYTES", 2_000)
     source = classes_in(tmp_path / "train", "ab", each=8)
@@ -121,6 +122,7 @@ def test_any_number_of_processes_makes_the_same_bytes(tmp_path: Path, monkeypatc
     assert made[0] == made[1] == made[2]
 
 
+@pytest.mark.usefixtures("processes")
 def test_a_dask_cluster_makes_the_same_bytes(tmp_path: Path) -> None:
     from distributed import LocalCluster
 
@@ -338,6 +340,7 @@ def test_what_is_not_a_sample_is_said(directory_store: Store, tmp_path: Path) ->
     assert said == ["train: 13 images; left out 2 (hidden or system file), 1 (file outside of the class folders)"]
 
 
+@pytest.mark.usefixtures("processes")
 def test_a_compressed_tar_of_classes_is_packed_by_processes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(images, "SHARD_BYTES", 2_000)
     folder = Path(classes_in(tmp_path / "train"))

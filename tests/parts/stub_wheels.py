@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import ensurepip
 import importlib.util
+import sysconfig
 import zipfile
-from ensurepip import _bundled as bundled  # type: ignore[attr-defined]
 from pathlib import Path
 
 import pytest
@@ -18,6 +19,17 @@ def installed_packages() -> str:
     assert spec is not None
     assert spec.origin is not None
     return str(Path(spec.origin).parents[1])
+
+
+def pip_wheels() -> Path:
+    """Return the directory from which ensurepip installs pip: its own, or the one that the system's Python names."""
+    own = Path(ensurepip.__file__).with_name("_bundled")
+    named = sysconfig.get_config_var("WHEEL_PKG_DIR")
+    folders = [Path(named), own] if named else [own]
+    for folder in folders:
+        if any(folder.glob(f"pip-{ensurepip.version()}-*.whl")):
+            return folder
+    raise FileNotFoundError(f"no wheel of pip {ensurepip.version()} in {' or '.join(map(str, folders))}")
 
 
 def stub_wheel(directory: Path, name: str, version: str, shown: str | None = None) -> None:
@@ -41,4 +53,4 @@ def stub_index(directory: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         name, version = line.split("==")
         stub_wheel(directory, name, f"{version}+cpu" if name == "torch" else version)
     monkeypatch.setenv("PIP_NO_INDEX", "1")
-    monkeypatch.setenv("PIP_FIND_LINKS", f"{directory} {Path(bundled.__path__[0])}")
+    monkeypatch.setenv("PIP_FIND_LINKS", f"{directory} {pip_wheels()}")

@@ -32,6 +32,8 @@ model: {size: tiny, weights: first.safetensors, words: words.txt}
 train: {duration: 2 steps, batch: 4 samples, size: 32, schedule: {constant: {rate: 0.1}}}
 """
 
+pytestmark = pytest.mark.usefixtures("processes")
+
 
 @pytest.fixture
 def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:

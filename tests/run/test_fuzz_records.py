@@ -320,6 +320,7 @@ def test_every_record_type_is_stored_with_every_field(fuzzed: Fuzzed) -> None:
         assert any(all(f'"{name}":' in text for name in names) for text in stored), kind
 
 
+@pytest.mark.usefixtures("processes")
 def test_a_damaged_object_gives_a_line_and_an_exit_code(fuzzed: Fuzzed) -> None:
     ended, left = fuzzed.ended, fuzzed.left
     # What commands write or delete, as it was.

@@ -2,7 +2,6 @@ from __future__ import annotations
 
 import os
 import threading
-import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -16,6 +15,7 @@ from packtrain.errors import NotFound, PacktrainError
 from packtrain.run.records import DamagedRecord, Generation, Point, Result, Sample, encode
 from packtrain.run.run import Run, create_run, open_run, run_names, surviving
 from packtrain.store import Store, open_store
+from parts.clock import wait_for_tick
 from parts.runs import MEASURED, a_generation, a_lease, new_run, program_job
 
 # Names.
@@ -69,7 +69,7 @@ def test_without_a_name_the_newest_run_is_opened(directory_store: Store) -> None
     for name in ("beta", "alpha", "beta"):
         new_run(directory_store, program_job(name))
     assert open_run(directory_store, None).name == "beta-2"
-    time.sleep(0.02)  # the clock of file systems ticks every few milliseconds; of equal times the name decides
+    wait_for_tick(Path(directory_store.url))  # of equal times the name decides
     new_run(directory_store, program_job("alpha"))
     assert open_run(directory_store, None).name == "alpha-2"
 

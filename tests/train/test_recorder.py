@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-import time
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -20,20 +20,16 @@ from parts.faulty import FaultyStore
 from parts.runs import new_run
 from train.forking import WorkerForker
 from train.tiny import tiny_job, tiny_run
-from train.workers import Slow
+from train.workers import Slow, SlowOtherRanks
 
 
-def test_clock_marks_leave_no_gap() -> None:
-    began = time.perf_counter()
+def test_clock_marks_leave_no_gap(monkeypatch: pytest.MonkeyPatch) -> None:
+    times = iter([10.0, 10.5, 10.75, 11.75, 12.0])
+    monkeypatch.setattr("packtrain.train.recorder.time", SimpleNamespace(perf_counter=lambda: next(times)))
     clock = Clock()
     for span in ("data", "forward", "data", "backward"):
-        time.sleep(0.01)
         clock.mark(span)
-    elapsed = time.perf_counter() - began
-    taken = clock.take()
-    assert taken.keys() == {"data", "forward", "backward"}
-    assert taken["data"] >= 0.02
-    assert sum(taken.values()) == pytest.approx(elapsed, abs=0.005)
+    assert clock.take() == {"data": 1.5, "forward": 0.25, "backward": 0.25}
     assert clock.take() == {}
 
 
@@ -74,14 +70,14 @@ def summed(records: list[TimeSpent]) -> dict[str, float]:
 
 
 class Timed(Clock):
-    """Knows when it was made and when it was last asked."""
+    """Knows when it was made, and the last mark of what was taken."""
 
     def __init__(self) -> None:
         super().__init__()
-        self.began = self.last_taken = time.perf_counter()
+        self.began = self.last_taken = self._last
 
     def take(self) -> dict[str, float]:
-        self.last_taken = time.perf_counter()
+        self.last_taken = self._last
         return super().take()
 
 
@@ -95,7 +91,7 @@ def test_the_spans_of_a_run_add_up_to_its_time(directory_store: Store, control: 
     elapsed = clock.last_taken - clock.began
     total = summed(run.time_spent().read())
     assert total.keys() <= set(SPANS)
-    assert sum(total.values()) == pytest.approx(elapsed, rel=0.02)
+    assert sum(total.values()) == pytest.approx(elapsed)
     assert total["forward"] >= 10 * Slow.forward_seconds
     assert total["data"] >= Slow.data_seconds
     assert total["evaluation"] >= 4 * Slow.evaluation_seconds
@@ -120,8 +116,8 @@ def test_every_rank_records_its_time_and_what_it_waited_for(
     forker.succeed("train", 2, store=run.store.url, run=run.name, control=str(tmp_path / "control"), recipe="lame")
     spent = of_rank(run)
     assert spent.keys() == {0, 1}
-    assert spent[0]["wait"] > 8 * Slow.forward_seconds
-    assert spent[1]["forward"] > 10 * Slow.forward_seconds
+    assert spent[0]["wait"] > 5 * SlowOtherRanks.seconds
+    assert spent[1]["forward"] > 10 * SlowOtherRanks.seconds
     assert spent[1]["wait"] < spent[0]["wait"] / 2
     assert all(seconds >= 0 for spans in spent.values() for seconds in spans.values())
 

@@ -34,6 +34,7 @@ def compiled(block: nn.Module, backend: str) -> nn.Module:
     return block
 
 
+@pytest.mark.usefixtures("processes")
 def test_a_machine_without_a_compiler_is_named_as_the_reason(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("torch._inductor.config.cpp.cxx", ("/nowhere/c++",))
     monkeypatch.setattr("torch._inductor.config.force_disable_caches", True)

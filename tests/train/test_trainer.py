@@ -7,7 +7,6 @@ import math
 import os
 import signal
 import threading
-import time
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -84,12 +83,15 @@ def test_a_stop_works_while_the_loop_waits_for_data(directory_store: Store, cont
 def test_a_failure_does_not_lose_the_checkpoint_that_is_being_committed(
     directory_store: Store, control: Control
 ) -> None:
+    failing = threading.Event()
+
     class Slow(FaultyStore):
         def put_file(self, key: str, path: Path) -> None:
-            time.sleep(0.3)
+            assert failing.wait(120)
             super().put_file(key, path)
 
     def fail() -> None:
+        failing.set()
         raise RuntimeError("another worker is gone")
 
     name = tiny_run(directory_store, tiny_job(checkpoint={"every": "4 steps"})).name

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import faulthandler
 import subprocess
 import sys
-import time
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 from torch._dynamo.callback import CallbackTrigger, callback_handler
@@ -14,6 +16,7 @@ from packtrain.store import Store
 from packtrain.train.control import Control
 from packtrain.train.watchdog import EXIT_HANG, TIMES_MEDIAN, Watchdog, limit
 from packtrain.train.world import World
+from parts.sandbox import wait_until
 from train.forking import WorkerForker
 from train.tiny import tiny_job, tiny_run
 from train.workers import losses
@@ -111,12 +114,25 @@ def test_searching_for_a_bad_sample_may_take_long(directory_store: Store, forker
     assert max(losses(run)) >= 3, "the usual time of a step was known"
 
 
-def test_a_phase_that_waits_for_the_store_may_take_longer(tmp_path: Path) -> None:
+def test_a_phase_that_waits_for_the_store_may_take_longer(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    now, looks = 0.0, []
+    arm = faulthandler.dump_traceback_later
+
+    def count(seconds: float, **options: Any) -> None:
+        arm(seconds, **options)
+        looks.append(now)
+
+    monkeypatch.setattr(faulthandler, "dump_traceback_later", count)
+    monkeypatch.setattr("packtrain.train.watchdog.LOOK_SECONDS", 0.01)
+    monkeypatch.setattr("packtrain.train.watchdog.time", SimpleNamespace(monotonic=lambda: now))
     watchdog = Watchdog(0.0, tmp_path / "stacks", pytest.fail)
     for _ in range(5):
         watchdog.begin("data", least=600.0)
-    time.sleep(2.5)  # past ten times the median, and past two looks of the watchdog
+        now += 1.0
+    now += 500.0  # past ten times the median
+    wait_until(lambda: looks.count(now) >= 2 or not watchdog._thread.is_alive(), "two looks of the watchdog")
     watchdog.close()
+    assert looks.count(now) >= 2
     assert list(tmp_path.iterdir()) == []
 
 

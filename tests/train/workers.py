@@ -3,12 +3,17 @@
 from __future__ import annotations
 
 import ctypes
+import faulthandler
 import os
 import signal
+import sys
+import threading
 import time
+import traceback
 from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import numpy as np
 import psutil
@@ -139,11 +144,13 @@ class Slow(Tiny):
 
 
 class SlowOtherRanks(Tiny):
-    """Slow on all ranks but the first."""
+    """Slow on all ranks but the first, by far more than a busy machine slows that one down."""
+
+    seconds = 0.2
 
     def loss(self, model: nn.Module, batch: Batch) -> Tensor:
         if model.training and os.environ["RANK"] != "0":
-            time.sleep(Slow.forward_seconds)
+            time.sleep(self.seconds)
         return super().loss(model, batch)
 
 
@@ -158,6 +165,12 @@ class Starved(Plain):
         if self.batches == 8 and os.environ["RANK"] != "0":
             time.sleep(self.seconds)
         return super().batch(ids, epoch, repeats)
+
+
+def waits_for_data() -> bool:
+    """True if the loop, which runs in the main thread, has asked for its next batch and not got it."""
+    stack = sys._current_frames()[threading.main_thread().ident or 0]
+    return any(frame.f_code is Trainer._next_batch.__code__ for frame, _ in traceback.walk_stack(stack))
 
 
 class LosesData(Plain):
@@ -175,7 +188,8 @@ class LosesData(Plain):
         if self.batches == 5:
             while self.steps < 4:
                 time.sleep(0.01)
-            time.sleep(0.5)
+            while not waits_for_data():
+                time.sleep(0.01)
             is_first, is_last = (os.environ["RANK"] == rank for rank in ("0", str(int(os.environ["WORLD_SIZE"]) - 1)))
             if self.told_is_first if is_first else is_last and not self.told_is_first:
                 os.kill(os.getpid(), signal.SIGTERM)
@@ -405,7 +419,17 @@ def wait_forever() -> None:
 
 def hold_the_interpreter() -> None:
     """A call into C that lets no other thread of Python run."""
-    time.sleep(0.5)  # so that the watch has seen the step begin
+    looks = 0
+    arm = faulthandler.dump_traceback_later
+
+    def count(seconds: float, **options: Any) -> None:
+        nonlocal looks
+        arm(seconds, **options)
+        looks += 1
+
+    with mock.patch.object(faulthandler, "dump_traceback_later", count):
+        while looks < 2:  # the second one surely saw that the step had begun
+            time.sleep(0.01)
     ctypes.PyDLL(None).usleep(60_000_000)
 
 

@@ -8,7 +8,6 @@ import socket
 import ssl
 import subprocess
 import threading
-import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -23,6 +22,7 @@ from packtrain.run.checkpoint import commit
 from packtrain.run.records import Event, JobSource, LogLine, Notes, Point, Result, Sample, Telemetry, TelemetrySample
 from packtrain.run.run import Run
 from packtrain.store import Store, open_store
+from packtrain.web.board import Board
 from parts.dashboard import (
     TOKEN,
     RunningDashboard,
@@ -42,6 +42,8 @@ PATHS = [
     "/api/bands?run=job-1", "/api/machines?run=job-1", "/api/logs?run=job-1", "/api/samples?run=job-1",
     "/api/picture?run=job-1&name=x", "/api/difference?run=job-1", "/api/sweeps", "/api/sweeps/x", "/api/stream",
 ]  # fmt: skip
+
+pytestmark = pytest.mark.usefixtures("processes")
 
 
 @pytest.fixture
@@ -323,16 +325,14 @@ def test_a_store_that_is_away_is_said_so_until_it_is_back(directory_store: Store
 
 
 def test_nothing_is_read_while_nobody_looks(directory_store: Store, monkeypatch: pytest.MonkeyPatch) -> None:
-    looks: list[float] = []
+    looks: list[None] = []
+    look = Board.look
+    monkeypatch.setattr(Board, "look", lambda *arguments: (looks.append(None), look(*arguments)))
     with dashboard(directory_store) as shown:
-        real = shown.server.news.board.look
-
-        def look(*arguments: Any) -> Any:
-            looks.append(time.monotonic())
-            return real(*arguments)
-
-        monkeypatch.setattr(shown.server.news.board, "look", look)
-        time.sleep(0.05)
+        news = shown.server.news
+        for _ in range(3):  # wakes its thread, which finds that nobody looks
+            news._wake.set()
+            wait_until(lambda: not news._wake.is_set(), "the thread is awake")
         assert looks == []
         shown.get("/api/runs")
         wait_until(lambda: looks, "somebody asked")

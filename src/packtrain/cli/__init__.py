@@ -5,7 +5,6 @@ Commands import heavy modules inside their functions, so that `packtrain --help`
 
 from __future__ import annotations
 
-import os
 import sys
 from collections.abc import Sequence
 from copy import copy
@@ -35,7 +34,7 @@ from packtrain.cli import (
     tensorboard,
     ui,
 )
-from packtrain.cli.common import safe_output
+from packtrain.cli.common import discard_rest, open_closed_streams, safe_output
 from packtrain.errors import PacktrainError
 
 
@@ -45,6 +44,12 @@ class ReaderGone(Exception):
 
 class Commands(TyperGroup):
     """All commands. Typer itself would end with 1 where nobody reads the output anymore."""
+
+    def make_context(self, *arguments: Any, **options: Any) -> Any:  # prints what --help and --version ask for
+        try:
+            return super().make_context(*arguments, **options)
+        except BrokenPipeError as error:
+            raise ReaderGone from error
 
     def invoke(self, ctx: Any) -> Any:
         try:
@@ -114,6 +119,7 @@ def asked_for(words: Sequence[str]) -> typer.Typer:
 
 def main() -> None:
     """Run a command. An error that a person can act on is one line on standard error and an exit code."""
+    open_closed_streams()
     try:
         try:
             with safe_output():
@@ -125,6 +131,5 @@ def main() -> None:
         finally:
             sys.stdout.flush()  # what is still buffered must meet a reader that has gone here, not in Python's own exit
     except (ReaderGone, BrokenPipeError):
-        # Python flushes standard output once more as it exits, and what could not be written is still in its buffer.
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        discard_rest(sys.stdout)
         sys.exit(0)

@@ -255,10 +255,47 @@ class SafeStream(io.TextIOBase):
         return self.stream.fileno()
 
 
+class SafeErrors(SafeStream):
+    """Standard error. When its reader has gone, the exit code still says how the command ended."""
+
+    def write(self, text: str) -> int:
+        with self._unread():
+            super().write(text)
+        return len(text)
+
+    def flush(self) -> None:
+        with self._unread():
+            super().flush()
+
+    @contextmanager
+    def _unread(self) -> Iterator[None]:
+        try:
+            yield
+        except BrokenPipeError:
+            discard_rest(self.stream)
+
+
+def discard_rest(stream: TextIO) -> None:
+    """Send what is still in the buffer of a stream, and what follows, to nowhere.
+
+    Python flushes its standard streams once more as it exits, and would complain that it cannot.
+    """
+    nowhere = os.open(os.devnull, os.O_WRONLY)
+    os.dup2(nowhere, stream.fileno())
+    os.close(nowhere)
+
+
+def open_closed_streams() -> None:
+    """Open the streams that the caller has closed, as by `>&-`: Python has None in their place."""
+    for name, mode in (("stdin", "r"), ("stdout", "w"), ("stderr", "w")):
+        if getattr(sys, name) is None:
+            setattr(sys, name, Path(os.devnull).open(mode))  # noqa: SIM115 - until the command ends
+
+
 @contextmanager
 def safe_output() -> Iterator[None]:
     """Escape what is printed, to standard output and to standard error."""
-    out, err = (cast("TextIO", SafeStream(stream)) for stream in (sys.stdout, sys.stderr))
+    out, err = cast("TextIO", SafeStream(sys.stdout)), cast("TextIO", SafeErrors(sys.stderr))
     with redirect_stdout(out), redirect_stderr(err):
         yield
 
