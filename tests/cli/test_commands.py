@@ -149,6 +149,7 @@ def test_a_store_that_ignores_put_if_absent_is_refused_for_two_machines(
     assert_refused(packtrain("run", "job.yaml", cwd=tmp_path), 2, "store", "ignores put-if-absent")
 
 
+@pytest.mark.usefixtures("processes")
 @pytest.mark.parametrize("verb", ["show", "logs", "stop", "resume", "report"])
 def test_verbs_exit_with_102_where_there_is_no_run(verb: str, directory_store: Store, tmp_path: Path) -> None:
     assert_refused(packtrain(verb, "nobody", "--store", directory_store.url, cwd=tmp_path), 102, "no runs in")
@@ -182,6 +183,7 @@ def test_stopping_a_run_without_machines_from_python_ends_it(directory_store: St
     assert run.stop_request() is not None
 
 
+@pytest.mark.usefixtures("processes")
 @pytest.mark.parametrize("command", ["run", "resume"])
 def test_foreground_and_detach_exclude_each_other(command: str, tmp_path: Path) -> None:
     done = packtrain(command, "job", "--foreground", "--detach", cwd=tmp_path)

@@ -120,6 +120,7 @@ def complete(words: list[str], directory: Path, **variables: str) -> subprocess.
     return subprocess.run(command, cwd=directory, env=environment, capture_output=True, text=True, timeout=120)
 
 
+@pytest.mark.usefixtures("processes")
 def test_nothing_is_said_where_a_store_does_not_answer(tmp_path: Path) -> None:
     with socket.create_server(("127.0.0.1", 0)) as silent:
         keys = {"AWS_ACCESS_KEY_ID": "a", "AWS_SECRET_ACCESS_KEY": "b", "AWS_REGION": "us-east-1"}

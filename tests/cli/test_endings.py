@@ -137,6 +137,7 @@ def environment(processes: None, request: pytest.FixtureRequest) -> dict[str, st
     return others if request.param == "buffered" else {**others, "PYTHONUNBUFFERED": "1"}
 
 
+@pytest.mark.usefixtures("processes")
 @pytest.mark.parametrize("words", ["ls", "logs", "ls --json", "--help", "--version", "run --help", "schema"])
 def test_nothing_is_said_when_nobody_reads_the_output(
     words: str, environment: dict[str, str], directory_store: Store

@@ -161,6 +161,7 @@ def find_python(tmp_path: Path, digest: str) -> str:
     return subprocess.run(["bash", "-c", script], capture_output=True, text=True, cwd=tmp_path).stdout
 
 
+@pytest.mark.usefixtures("processes")
 def test_an_environment_is_made_only_of_what_the_client_has_put_into_the_store(tmp_path: Path) -> None:
     assert find_python(tmp_path, "") == "/cache/0.1/offline/bin/python\n"
     assert "not what the client has put there" in find_python(tmp_path, "0" * 64)

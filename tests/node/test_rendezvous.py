@@ -53,6 +53,7 @@ def test_launchers_share_one_store() -> None:
     assert (meeting_place.master_addr, meeting_place.master_port) == ("127.0.0.1", port)
 
 
+@pytest.mark.usefixtures("processes")
 def test_a_machine_that_does_not_answer_is_named() -> None:
     with socket.socket() as silent:
         silent.bind(("127.0.0.1", 0))
@@ -68,6 +69,7 @@ def test_a_machine_that_does_not_answer_is_named() -> None:
             one.close()
 
 
+@pytest.mark.usefixtures("processes")
 def test_a_machine_that_is_not_ready_is_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
     """It refuses for longer than the patience with one that does not answer."""
     port, now = free_port(), 0.0

@@ -63,7 +63,7 @@ def _part(name: str, missing: Callable[[], object]) -> Any:
 
 
 def _program(name: str) -> Any:
-    return _part(name.replace("-", "_"), lambda: shutil.which(name) is None and f"{name} is not installed")
+    return _part(name.partition("-")[0], lambda: shutil.which(name) is None and f"{name} is not installed")
 
 
 def _package(name: str) -> Any:

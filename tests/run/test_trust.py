@@ -76,6 +76,7 @@ def answered(answer: str, verb: str, run: Run) -> tuple[int, str]:
     return in_terminal([verb, run.name, "--store", run.store.url], answer)
 
 
+@pytest.mark.usefixtures("processes")
 def test_code_that_was_started_here_is_not_asked_about(tmp_path: Path) -> None:
     require_trust(again(started(tmp_path)), refuse)
 
