@@ -79,7 +79,12 @@ def test_an_answer_is_told_after_the_words_that_there_is_none(monkeypatch: pytes
 
     class Fired(threading.Thread):
         def __init__(self, _: float, tell: Callable[..., None], arguments: tuple[object, ...]) -> None:
-            super().__init__(target=lambda: (canceled.wait(60), tell(*arguments)))
+            super().__init__()
+            self._tell, self._arguments = tell, arguments
+
+        def run(self) -> None:
+            canceled.wait(60)
+            self._tell(*self._arguments)
 
         def cancel(self) -> None:
             canceled.set()

@@ -8,6 +8,7 @@ import subprocess
 import sys
 import tomllib
 from collections.abc import Iterable, Iterator
+from functools import cache
 from pathlib import Path
 
 import pytest
@@ -35,6 +36,11 @@ FORBIDDEN_CALLS = {
 }  # fmt: skip
 FORBIDDEN_ARGUMENTS = {("shell", True), ("allow_pickle", True), ("weights_only", False), ("verify", False)}
 FORBIDDEN_TEXTS = ("StrictHostKeyChecking=no", "UserKnownHostsFile=/dev/null", "--trusted-host", "--insecure")
+
+
+@cache
+def parsed(path: Path) -> ast.Module:
+    return ast.parse(path.read_text())
 
 
 def modules() -> list[Path]:
@@ -93,14 +99,14 @@ def test_modules_import_in_one_direction(path: Path) -> None:
     own = parts[0]
     if own in ("__init__", "__main__"):
         return
-    for name in imports(ast.parse(path.read_text())):
+    for name in imports(parsed(path)):
         if name.startswith("packtrain."):
             assert ORDER.index(layer(name)) <= ORDER.index(own), f"{own} must not import {name}"
 
 
 @pytest.mark.parametrize("path", modules(), ids=lambda path: str(path.relative_to(SOURCE)))
 def test_nothing_unsafe_is_used(path: Path) -> None:
-    assert list(faults(ast.parse(path.read_text()))) == []
+    assert list(faults(parsed(path))) == []
 
 
 @pytest.mark.parametrize(
@@ -188,7 +194,7 @@ BRITISH = re.compile(
 def definitions(*kinds: type[Definition]) -> Iterator[tuple[str, Definition]]:
     """Yield every definition of these kinds in the source, each with its file and line."""
     for path in modules():
-        for node in ast.walk(ast.parse(path.read_text())):
+        for node in ast.walk(parsed(path)):
             if isinstance(node, kinds):
                 yield f"{path.relative_to(ROOT)}:{getattr(node, 'lineno', 1)}", node
 

@@ -423,7 +423,12 @@ def test_a_download_waits_only_for_those_that_live(
         waiting = threading.Thread(target=path_of, args=(cache, remote, next_one))
         looks: list[bool] = []
         make_room = cache._make_room
-        monkeypatch.setattr(cache, "_make_room", lambda wanted: (looks.append(make_room(wanted)), looks[-1])[1])
+
+        def look(wanted: PackFile) -> bool:
+            looks.append(make_room(wanted))
+            return looks[-1]
+
+        monkeypatch.setattr(cache, "_make_room", look)
         waiting.start()
         eventually(lambda: len(looks) >= 3)
         assert not any(looks)

@@ -426,6 +426,7 @@ def test_dollars_are_paid_for_every_machine(make: Make) -> None:
 # A split network: whatever each side sees, one line of commits survives.
 
 
+@pytest.mark.usefixtures("thorough")
 @pytest.mark.parametrize("seed", range(100))
 def test_a_split_never_commits_twice(seed: int, make: Make, directory_store: Store, tmp_path: Path) -> None:
     """Machines lose the store and find it again at random, and those with workers try to commit all the time."""

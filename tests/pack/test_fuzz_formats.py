@@ -54,6 +54,8 @@ lines</seg></p></doc></refset>
 """.encode()
 IMAGES = [("set/a.jpg", picture()), ("set/deep/b.jpg", picture(1))]
 
+pytestmark = pytest.mark.usefixtures("thorough")
+
 
 def captioned(folder: Path, images: str, drop: Drop) -> Iterable[RawImage]:
     return CocoSource(paths=(f"{folder}/captions.json", images)).captioned(drop, drop)

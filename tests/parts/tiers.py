@@ -4,7 +4,7 @@
 `local`   also starts processes, trains and serves, on this machine as an ordinary user.
 `system`  needs root, Debian packages or other frameworks. A missing part is a failure.
 
-A test whose fixtures include `processes` or `training` is local; one whose fixtures include `system`, as all parts
+A test whose fixtures include `processes`, `thorough` or `training` is local; one whose fixtures include `system`, as all parts
 below do, is of the system. A parameter that stands for a fixture carries the mark itself. Whatever else is quick, and
 an attempt to start a process or a server there fails the test.
 """
@@ -29,7 +29,7 @@ from parts.browser import CHROMIUM
 
 COMMANDS = {"quick": "make quick", "local": "make test", "system": "make test-system, as root"}
 TIERS = list(COMMANDS)
-_TIER_OF_FIXTURE = {"processes": "local", "training": "local", "system": "system"}
+_TIER_OF_FIXTURE = {"processes": "local", "thorough": "local", "training": "local", "system": "system"}
 _STARTS = {"subprocess.Popen", "os.fork", "os.forkpty", "os.posix_spawn", "os.system", "socket.listen"}
 
 
@@ -42,8 +42,13 @@ def processes() -> None:
 
 
 @pytest.fixture(scope="session")
+def thorough() -> None:
+    """For tests that try very many cases."""
+
+
+@pytest.fixture(scope="session")
 def training() -> None:
-    """For tests that train a model, if only for seconds."""
+    """For tests that train, compile or export a model, if only for seconds."""
 
 
 @pytest.fixture(scope="session")
@@ -109,7 +114,7 @@ def pytest_configure(config: pytest.Config) -> None:
     for tier in TIERS:
         config.addinivalue_line("markers", f"{tier}: see tests/parts/tiers.py")
     sys.addaudithook(_guard)
-    socket.socket.listen = _listen  # type: ignore[method-assign]  # Python has no such audit event
+    socket.socket.listen = _listen  # type: ignore[assignment, method-assign]  # Python has no event for it
 
 
 def tier_of(item: pytest.Item) -> str:

@@ -30,6 +30,8 @@ SOURCES = torch.tensor(
     ]
 )
 
+pytestmark = pytest.mark.usefixtures("thorough")
+
 
 def hypotheses(
     model: Transformer,

@@ -326,8 +326,13 @@ def test_a_store_that_is_away_is_said_so_until_it_is_back(directory_store: Store
 
 def test_nothing_is_read_while_nobody_looks(directory_store: Store, monkeypatch: pytest.MonkeyPatch) -> None:
     looks: list[None] = []
-    look = Board.look
-    monkeypatch.setattr(Board, "look", lambda *arguments: (looks.append(None), look(*arguments)))
+    real = Board.look
+
+    def look(*arguments: Any) -> Any:
+        looks.append(None)
+        return real(*arguments)
+
+    monkeypatch.setattr(Board, "look", look)
     with dashboard(directory_store) as shown:
         news = shown.server.news
         for _ in range(3):  # wakes its thread, which finds that nobody looks
