@@ -4,9 +4,9 @@
 `local`   also starts processes, trains and serves, on this machine as an ordinary user.
 `system`  needs root, Debian packages or other frameworks. A missing part is a failure.
 
-A test whose fixtures include `processes`, `thorough` or `training` is local; one whose fixtures include `system`, as all parts
-below do, is of the system. A parameter that stands for a fixture carries the mark itself. Whatever else is quick, and
-an attempt to start a process or a server there fails the test.
+A test whose fixtures include `processes`, `thorough` or `training` is local; one whose fixtures include `system`, as
+all parts below do, is of the system. A parameter that stands for a fixture carries the mark itself. Whatever else is
+quick, and an attempt to start a process or a server there fails the test.
 """
 
 from __future__ import annotations
