@@ -210,4 +210,4 @@ def pytest_testnodedown(node: Any) -> None:
 @pytest.hookimpl(trylast=True)
 def pytest_unconfigure(config: pytest.Config) -> None:
     for tier, count in ({} if hasattr(config, "workerinput") else _unselected).items():
-        print(f"{count} {tier} tests did not run: {COMMANDS[tier]}")
+        print(f"{count} {tier} test{'s' * (count != 1)} did not run: {COMMANDS[tier]}")
