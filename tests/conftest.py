@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-import atexit
 import os
 import shutil
 import signal
 import subprocess
 import sys
-import tempfile
 from collections.abc import Iterator
 from functools import cache
 from pathlib import Path
@@ -31,10 +29,6 @@ from parts.sandbox import Sandbox, make_sandbox
 # as long. None of the modules above has loaded torch, which reads it once.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 
-# What is remembered of the code that tests run must not mix with what the person has run.
-os.environ["XDG_STATE_HOME"] = tempfile.mkdtemp(prefix="packtrain-tests-")
-atexit.register(shutil.rmtree, os.environ["XDG_STATE_HOME"], ignore_errors=True)
-
 # A shell ignores SIGINT in what it runs in the background, and processes inherit that: Ctrl-C could not be tested.
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
     signal.signal(signal.SIGINT, signal.default_int_handler)
@@ -43,6 +37,12 @@ pytest_plugins = ["parts.reaper", "parts.tiers"]
 
 # Reading the options of thirty commands takes longer than most tests that run one: once is enough.
 typer.testing._get_command = cache(typer.testing._get_command)
+
+
+@pytest.fixture(scope="session", autouse=True)
+def session_state(tmp_path_factory: pytest.TempPathFactory) -> None:
+    """Keep what is remembered of the code that tests run apart from what the person has run."""
+    os.environ["XDG_STATE_HOME"] = str(tmp_path_factory.mktemp("state"))
 
 
 @pytest.fixture(scope="session")
