@@ -10,7 +10,7 @@ unexport PYTHONDONTWRITEBYTECODE
 # pip would compile all 400 MB of source, of which most is never imported.
 PIP := $(BIN)/pip install --quiet --no-compile
 # Tests wait for processes now and then: one more than there are cores.
-PYTEST := $(BIN)/python -m pytest -n $(shell echo $$(($$(nproc) + 1))) --dist loadgroup --no-loadscope-reorder
+PYTEST := $(BIN)/python -m pytest -n $(shell echo $$(($$(nproc) + 1))) --no-loadscope-reorder
 NEW := "Open the file in a new window." "The password is not valid." "Show all packages that need to be updated."
 
 .PHONY: demo quick test test-system lint local system parts packages kubernetes arm64 coverage mutants benchmarks clean

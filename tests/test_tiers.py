@@ -73,11 +73,11 @@ def outcomes(folder: Path, *words: str) -> tuple[dict[str, set[str]], str]:
     done = subprocess.run(command, cwd=folder, env=environment, capture_output=True, text=True, timeout=120)
     names: dict[str, set[str]] = {}
     for outcome, name in re.findall(r"^(PASSED|FAILED|ERROR) test_some.py::test_(\w+\b\S*)", done.stdout, re.MULTILINE):
-        names.setdefault(outcome, set()).add(name.partition("@")[0])
+        names.setdefault(outcome, set()).add(name)
     return names, done.stdout.splitlines()[-1]
 
 
-@pytest.mark.parametrize("processes_of_xdist", [(), ("-n", "2", "--dist", "loadgroup")], ids=["one", "xdist"])
+@pytest.mark.parametrize("processes_of_xdist", [(), ("-n", "2")], ids=["one", "xdist"])
 def test_a_quick_test_that_starts_something_fails_even_if_it_hides_it(
     tmp_path: Path, processes_of_xdist: tuple[str, ...]
 ) -> None:
@@ -97,7 +97,7 @@ def test_a_part_that_is_missing_is_a_failure(tmp_path: Path) -> None:
     assert names == {"ERROR": {"needs_what_is_not_there"}}
 
 
-@pytest.mark.parametrize("processes_of_xdist", [(), ("-n", "2", "--dist", "loadgroup")], ids=["one", "xdist"])
+@pytest.mark.parametrize("processes_of_xdist", [(), ("-n", "2")], ids=["one", "xdist"])
 def test_the_last_line_says_what_did_not_run_and_how_to_run_it(
     tmp_path: Path, processes_of_xdist: tuple[str, ...]
 ) -> None:

@@ -20,6 +20,7 @@ import sys
 import threading
 from collections import Counter
 from collections.abc import Callable
+from functools import cache
 from typing import Any
 
 import pytest
@@ -123,11 +124,8 @@ def tier_of(item: pytest.Item) -> str:
 
 
 def pytest_itemcollected(item: pytest.Item) -> None:
-    """Mark a test with its tier, which `-m` then selects, and with its file if one process should run all of it."""
-    tier = tier_of(item)
-    item.add_marker(tier)
-    if tier == "quick" or _shares_fixtures(item):
-        item.add_marker(pytest.mark.xdist_group(str(item.path)))
+    """Mark a test with its tier, which `-m` then selects."""
+    item.add_marker(tier_of(item))
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
@@ -139,10 +137,21 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         items.sort(key=lambda item: files.index(item.path))
 
 
-def _shares_fixtures(item: pytest.Item) -> bool:
-    """True if the test uses a fixture that its file makes once, so that one process should run the whole file."""
-    definitions = getattr(item, "_fixtureinfo").name2fixturedefs.values()  # noqa: B009
-    return any(each.scope in ("module", "class", "package") for several in definitions for each in several)
+@pytest.hookimpl(optionalhook=True)
+def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
+    """Give the tests of a file that share fixtures to one process, and any other test to the next process."""
+    from xdist.scheduler import LoadScopeScheduling
+
+    @cache
+    def shares_fixtures(file: str) -> bool:
+        return 'scope="module"' in (config.rootpath / file).read_text()
+
+    class ByFixtures(LoadScopeScheduling):
+        def _split_scope(self, nodeid: str) -> str:
+            file = nodeid.partition("::")[0]
+            return file if shares_fixtures(file) else nodeid
+
+    return ByFixtures(config, log)
 
 
 # The guard of quick tests.
