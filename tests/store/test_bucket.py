@@ -295,10 +295,13 @@ def test_ctrl_c_interrupts_the_wait_for_a_failing_server(s3_proxy: Proxy, s3_loc
     s3_proxy.fault = lambda *_: REFUSE
     code = "import sys; from packtrain.store import open_store; open_store(sys.argv[1], outage_seconds=1e6).get('a')"
     waiting = python(code, s3_location)
-    while not s3_proxy.requests:
-        assert waiting.poll() is None
-    waiting.send_signal(signal.SIGINT)
-    _, errors = waiting.communicate(timeout=120)
+    try:
+        while not s3_proxy.requests:
+            assert waiting.poll() is None
+        waiting.send_signal(signal.SIGINT)
+        _, errors = waiting.communicate(timeout=120)
+    finally:
+        waiting.kill()
     assert "KeyboardInterrupt" in errors
 
 

@@ -25,6 +25,7 @@ from packtrain.run.checkpoint import Checkpoint, Superseded, commit, committed
 from packtrain.run.run import Run
 from packtrain.store import Store
 from packtrain.train import checkpointer as saver
+from packtrain.train.checkpointer import Checkpointer
 from packtrain.train.control import STOP_SIGNALS, Control, StopSignal
 from packtrain.train.engine import NonFinite
 from packtrain.train.recorder import Clock
@@ -81,21 +82,27 @@ def test_a_stop_works_while_the_loop_waits_for_data(directory_store: Store, cont
 
 
 def test_a_failure_does_not_lose_the_checkpoint_that_is_being_committed(
-    directory_store: Store, control: Control
+    directory_store: Store, control: Control, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    failing = threading.Event()
+    closing = threading.Event()
+    close = Checkpointer.close
 
     class Slow(FaultyStore):
         def put_file(self, key: str, path: Path) -> None:
-            assert failing.wait(120)
+            assert closing.wait(120)
             super().put_file(key, path)
 
+    def watched(*arguments: Any) -> None:
+        closing.set()
+        close(*arguments)
+
     def fail() -> None:
-        failing.set()
+        assert not closing.is_set()
         raise RuntimeError("another worker is gone")
 
     name = tiny_run(directory_store, tiny_job(checkpoint={"every": "4 steps"})).name
     run = Run(Slow(directory_store), name)
+    monkeypatch.setattr(Checkpointer, "close", watched)
     with pytest.raises(RuntimeError, match="another worker is gone"):
         train(run, control, Interrupted(run.job, 6, fail))
     assert [one.step for one in committed(run)] == [4]
