@@ -216,7 +216,7 @@ def names(page: Page) -> list[str]:
     """The runs of the table, from top to bottom."""
     return sorted(
         page.locator(".rows .open").all_inner_texts(),
-        key=lambda name: page.locator(".rows .row", has_text=name).first.bounding_box()["y"],  # type: ignore[index]
+        key=lambda name: page.locator(".rows .row", has_text=name).first.bounding_box()["y"],
     )
 
 
@@ -487,7 +487,7 @@ def test_axe_finds_no_serious_fault(open_page: OpenPage) -> None:
     views = ["", "sweeps", *(f"run/alpha-1/{tab}?with=beta-1&search=needle" for tab in TABS)]
     # Texts and surfaces have the same colors in all views: some of them in the dark are enough.
     for scheme, view in [("light", view) for view in views] + [("dark", ""), ("dark", "run/alpha-1/curves")]:
-        page.emulate_media(color_scheme=scheme)  # type: ignore[arg-type]
+        page.emulate_media(color_scheme=scheme)
         page.evaluate(f"location.hash = '#/{view}'")
         expect(page.locator("h1")).to_have_text("alpha-1" if "alpha" in view else "Sweeps" if view else "Runs")
         expect(page.locator(".skeleton")).to_have_count(0)
