@@ -39,10 +39,10 @@ lint: $(VENV)/test
 	@$(BIN)/mypy
 
 local: $(VENV)/test
-	$(PYTEST) -m 'quick or local' $(PYTEST_OPTIONS)
+	$(PYTEST) -m 'not system' $(PYTEST_OPTIONS)
 
 coverage: $(VENV)/dev
-	$(PYTEST) -m 'quick or local' --cov=packtrain --cov-branch --cov-report=term:skip-covered
+	$(PYTEST) -m 'not system' --cov=packtrain --cov-branch --cov-report=term:skip-covered
 
 benchmarks: $(VENV)/dev
 	$(BIN)/python benchmarks/all.py $(if $(SHORT),--short)

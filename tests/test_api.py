@@ -48,7 +48,7 @@ def test_runs_are_plotted_together(store: str) -> None:
     assert [(one.name, one.points[-1]) for one in plot.series] == [("job-1", (2.0, 1.0)), ("job-3", (2.0, 3.0))]
 
 
-def test_metrics_are_a_table_and_points_a_list(store: str) -> None:
+def test_metrics_are_a_table_and_points_a_list(needs_pandas: None, store: str) -> None:
     run = pt.open("job-3", store)
     assert run.metrics()["train.loss"].tolist() == [3.0, 3.0]
     assert run.metrics("polars")["step"].to_list() == [1, 2]

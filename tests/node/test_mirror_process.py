@@ -52,7 +52,7 @@ def test_a_job_that_does_not_ask_for_mlflow_starts_no_process(make: Make) -> Non
     assert started == []
 
 
-@pytest.mark.usefixtures("processes")
+@pytest.mark.usefixtures("needs_mlflow")
 def test_the_process_mirrors_the_end_of_a_run_and_a_node_waits_for_it(directory_store: Store, tmp_path: Path) -> None:
     run = new_run(directory_store, recipe_job(report={"mlflow": str(tmp_path / "mlruns")}))
     run.finish(Result("finished", "done", 3, 5.0))
