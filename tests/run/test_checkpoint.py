@@ -139,7 +139,7 @@ def test_a_commit_that_a_newer_generation_started_without_is_withdrawn(directory
         if operation == "put" and key.endswith("manifest.json"):
             Run(directory_store, "job-1").propose(replace(a_generation(2), step=1))
 
-    store.fault = start_another  # type: ignore[assignment]
+    store.fault = start_another
     with pytest.raises(Superseded) as superseded:
         save(run, tmp_path, step=2)
     assert str(superseded.value) == "generation 2 has started without step 2 of generation 1; withdrawn"
@@ -154,7 +154,7 @@ def test_a_commit_that_a_newer_generation_started_with_stays(directory_store: St
         if operation == "put" and key.endswith("manifest.json"):
             Run(directory_store, "job-1").propose(replace(a_generation(2), step=2))
 
-    store.fault = start_with_it  # type: ignore[assignment]
+    store.fault = start_with_it
     saved = save(run, tmp_path, step=2)
     assert committed(run) == [saved]
 

@@ -192,7 +192,11 @@ def test_a_phase_changes_the_settings_from_its_first_epoch_on() -> None:
 
 # Fitted to a run that became shorter or longer.
 
-WITH_WARM_UP = {"noam": NoamSettings, "cosine": CosineSettings, "step": StepDownSettings}
+WITH_WARM_UP: dict[str, type[NoamSettings | CosineSettings | StepDownSettings]] = {
+    "noam": NoamSettings,
+    "cosine": CosineSettings,
+    "step": StepDownSettings,
+}
 
 
 @pytest.mark.parametrize(
