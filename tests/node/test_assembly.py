@@ -496,6 +496,16 @@ def test_another_machine_that_claimed_the_turn_proposes_unless_it_is_lost(view: 
     assert me.run.proposer(1, 2, "c") == "me"
 
 
+def test_a_machine_that_was_never_looked_at_before_is_not_lost(view: View) -> None:
+    me = view()
+    me.renew("a", "b")
+    assert not me.assembly.is_proposer(me.generation(1, "a", "me"))
+    me.run.proposer(3, 0, "b")
+    gone = me.generation(2, "gone", "me")
+    for _ in range(2):
+        assert not me.assembly.is_proposer(gone), "it is the turn of b, which may be alive"
+
+
 def test_if_the_first_machine_is_lost_a_claim_decides_for_each_generation(view: View) -> None:
     me = view()
     first = me.generation(1, "gone", "me")
@@ -562,13 +572,13 @@ def test_the_wait_for_more_machines_starts_once_there_are_enough(view: View) -> 
 def test_every_generation_has_its_own_wait(view: View) -> None:
     me = view("1..3")
     me.proposed(None, None, 0.0)
-    me.now += GATHER_SECONDS
-    me.proposed(None, None, 0.0)
-    latest = me.generation(2, "gone")
-    assert me.proposed(latest, None, 0.0) == ["gone"]
-    me.now += GATHER_SECONDS
-    assert me.proposed(latest, None, 0.0) == ["me"]
-    assert (me.latest().number, me.latest().cause, me.latest().reason) == (3, "resumed", "resumed")
+    for number in (1, 2):
+        me.now += GATHER_SECONDS
+        me.proposed(None if number == 1 else me.latest(), None, 0.0)
+        assert me.latest().number == number
+        me.proposed(me.latest(), None, 0.0)
+        assert me.latest().number == number
+    assert (me.latest().cause, me.latest().reason) == ("resumed", "resumed")
 
 
 def test_a_lease_that_was_seen_once_is_watched_until_it_should_have_been_renewed(view: View) -> None:

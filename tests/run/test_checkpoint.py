@@ -526,6 +526,19 @@ def test_uncommitted_files_of_older_generations_are_removed(any_store: Store, tm
     assert left == [committed(run)[0].name, "000000040-000003-ccc", "odd"]
 
 
+def test_unfinished_files_of_older_generations_are_removed(directory_store: Store) -> None:
+    run = new_run(directory_store)
+    names = ["000000020-000001-aaa", "000000030-000002-bbb", "000000040-000003-ccc", "odd"]
+    unfinished = [Path(directory_store.url, run.key(f"checkpoints/{name}/files/.tmp-1")) for name in names]
+    for path in unfinished:
+        path.parent.mkdir(parents=True)
+        path.write_bytes(b"x")
+    store = FaultyStore(directory_store)
+    remove_uncommitted(Run(store, run.name), 3)
+    assert [path.exists() for path in unfinished] == [False, False, True, True]
+    assert [key for operation, key in store.operations if operation == "remove_unfinished"] == [run.key("checkpoints/")]
+
+
 KILLED_DURING_A_COMMIT = """
 import sys
 from pathlib import Path

@@ -357,6 +357,7 @@ def test_a_run_without_nodes_is_waiting_if_it_was_launched_since(
     [
         ([10], True),
         ([90, 10], True),
+        ([60, 10], True),
         ([30, 10], False),  # the machines of the launch before have yet to join
     ],
 )
@@ -396,14 +397,16 @@ def test_a_run_without_machines_is_stopped_where_it_is(directory_store: Store, t
     names = ["000000007-000001-aaa", "000000008-000002-bbb"]
     for name in names:
         directory_store.put(run.key(f"checkpoints/{name}/files/f"), b"x")
-    unfinished = Path(directory_store.url, run.key(".tmp-unfinished"))
-    unfinished.write_bytes(b"x")
+    unfinished, other = (Path(directory_store.url, one.key(".tmp-1")) for one in (run, new_run(directory_store)))
+    for path in (unfinished, other):
+        path.write_bytes(b"x")
     assert finish_unattended(run)
     stopped = "stopped by user while no machine was working on it"
     assert run.result() == Result("stopped", stopped, 5, 60.0)
     folders = directory_store.folders(run.key("checkpoints/"))
     assert [name in folders for name in names] == [False, True], "the last generation may still commit"
     assert not unfinished.exists()
+    assert other.exists(), "another run may be writing it"
 
 
 def test_a_run_that_no_machine_has_joined_is_stopped_before_its_first_step(directory_store: Store) -> None:
