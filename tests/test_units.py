@@ -1,7 +1,9 @@
 from __future__ import annotations
 
+import re
 import time
 from collections.abc import Iterator
+from types import SimpleNamespace
 
 import pytest
 from hypothesis import given
@@ -10,11 +12,15 @@ from hypothesis import strategies as st
 from packtrain.units import (
     Amount,
     Duration,
+    Machines,
+    amount_pattern,
     counted,
+    keep_share,
     parse_bytes,
     parse_moment,
     parse_seconds,
     show_bytes,
+    show_score,
     show_seconds,
     show_time,
 )
@@ -70,8 +76,22 @@ def test_times_and_sizes_are_shown_with_about_two_digits() -> None:
     seconds = (0.84, 9.95, 42, 59.6, 185, 3599.6, 7620, 273_600)
     shown = ["0.8 s", "10 s", "42 s", "1 min 00 s", "3 min 05 s", "1 h 00 min", "2 h 07 min", "3 d 04 h"]
     assert [show_seconds(number) for number in seconds] == shown
+    days = ["23 h 59 min", "1 d 00 h", "1000 d 00 h"]
+    assert [show_seconds(number) for number in (86_369, 86_370, 86_400_000)] == days
     sizes = ["512 B", "4.3 MB", "100 MB", "2.0 GB"]
     assert [show_bytes(number) for number in (512, 4_300_000, 99_600_000, 2e9)] == sizes
+
+
+def test_a_size_changes_its_unit_where_it_would_be_rounded_to_the_next() -> None:
+    sizes = (5, 999, 999.5, 1000, 4300, 99_400, 99_500, 999_400, 999_500, 2e12)
+    shown = ["5 B", "999 B", "1.0 kB", "1.0 kB", "4.3 kB", "99.4 kB", "100 kB", "999 kB", "1.0 MB", "2000 GB"]
+    assert [show_bytes(number) for number in sizes] == shown
+
+
+def test_a_score_has_two_decimals_or_three_digits_if_it_is_below_one() -> None:
+    scores = (20.123, 1.0, 1.006, 0.0, -1.0, -20.126, 0.99949, 0.03141, -0.03141)
+    shown = ["20.12", "1.00", "1.01", "0.00", "-1.00", "-20.13", "0.999", "0.0314", "-0.0314"]
+    assert [show_score(score) for score in scores] == shown
 
 
 def test_a_batch_is_a_whole_number_of_tokens_or_samples() -> None:
@@ -86,9 +106,105 @@ def test_a_batch_is_a_whole_number_of_tokens_or_samples() -> None:
 def test_sizes_and_times_are_read_with_their_units() -> None:
     assert parse_bytes("2 GB") == 2_000_000_000
     assert parse_bytes("2 GiB") == 2**31
+    assert parse_bytes("1 B") == parse_bytes("1.9 bytes") == 1
     assert parse_seconds("90 s") == 90
-    with pytest.raises(ValueError, match="less than a byte"):
-        parse_bytes("0.1 B")
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("90", "'90' is not a number with a unit, such as '5 min'"),
+        ("90 mim", "unknown unit 'mim' in '90 mim'; did you mean 'min'?"),
+        ("11574074074.074074 d", "'11574074074.074074 d' must be less than 1e+15 seconds"),  # exactly that many
+    ],
+)
+def test_an_invalid_time_is_refused(text: str, message: str) -> None:
+    with pytest.raises(ValueError) as refused:
+        parse_seconds(text)
+    assert str(refused.value) == message
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("2", "'2' is not a number with a unit, such as '2 GB'"),
+        ("0.1 B", "'0.1 B' is less than a byte"),
+    ],
+)
+def test_an_invalid_size_is_refused(text: str, message: str) -> None:
+    with pytest.raises(ValueError) as refused:
+        parse_bytes(text)
+    assert str(refused.value) == message
+
+
+def test_a_quantity_has_at_most_sixty_characters() -> None:
+    assert parse_seconds(" " * 56 + "90 s") == 90
+    with pytest.raises(ValueError, match=r"^' {57}\.\.\.' is not a number with a unit"):
+        parse_seconds(" " * 57 + "90 s")
+
+
+def test_the_pattern_of_an_amount_accepts_its_own_unit_only() -> None:
+    pattern = amount_pattern("tokens")
+    for text in ("25000 tokens", "1token", " +4,096 tokens ", "1e3 tokens"):
+        assert re.search(pattern, text), text
+    for text in ("4 samples", "tokens", "4", "4 tokens each", "about 4 tokens", "-4 tokens", "4 token|tokens"):
+        assert not re.search(pattern, text), text
+    assert re.search(amount_pattern("samples"), "4 samples")
+
+
+# Machines.
+
+
+@pytest.mark.parametrize(
+    ("text", "least", "most", "shown"),
+    [("3", 3, 3, "3"), (" 2..4 ", 2, 4, "2..4"), ("1 .. 100000", 1, 100_000, "1..100000"), ("2..2", 2, 2, "2")],
+)
+def test_a_number_of_machines_may_be_a_range(text: str, least: int, most: int, shown: str) -> None:
+    machines = Machines.parse(text)
+    assert machines == Machines(least, most)
+    assert str(machines) == shown
+    assert machines.is_fixed == (least == most)
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("0", "must be at least 1"),
+        ("0..2", "must be at least 1"),
+        ("100001", "must be at most 100,000"),
+        ("4..2", "'4..2': the minimum is larger than the maximum; write the smaller number first"),
+        ("two", "'two' is not a number of machines, such as '3' or '2..4'"),
+        ("2...4", "'2...4' is not a number of machines, such as '3' or '2..4'"),
+        ("1" * 61, f"'{'1' * 60}' is not a number of machines, such as '3' or '2..4'"),
+        (" " * 59 + "0", "must be at least 1"),
+    ],
+)
+def test_an_invalid_number_of_machines_is_refused(text: str, message: str) -> None:
+    with pytest.raises(ValueError) as refused:
+        Machines.parse(text)
+    assert str(refused.value) == message
+
+
+# Lengths of a run that became shorter or longer.
+
+
+@pytest.mark.parametrize(
+    ("length", "written", "now", "kept"),
+    [
+        ("4000 steps", "50000 steps", "1000 steps", "80 steps"),
+        ("15 steps", "100 steps", "10 steps", "2 steps"),
+        ("1 step", "1000 steps", "10 steps", "1 step"),  # at least one
+        ("1 epoch", "3 epochs", "2 epochs", "0.667 epochs"),
+        ("1 min", "1 h", "10 min", "10 s"),
+        ("2 epochs", "4000 steps", "50 epochs", "5 epochs"),  # a tenth, if the share is not known
+        ("2 epochs", "4000 steps", "200 steps", "20 steps"),
+        ("10 steps", "10 steps", "5 steps", None),
+        ("1 step", "100 steps", "1 step", None),
+    ],
+)
+def test_a_length_keeps_its_share_of_the_run(length: str, written: str, now: str, kept: str | None) -> None:
+    share = keep_share(*map(Duration.parse, (length, written, now)))
+    assert share == (None if kept is None else Duration.parse(kept))
 
 
 @given(
@@ -131,6 +247,15 @@ def test_moments_are_short_and_have_a_year_if_it_is_another_one() -> None:
     assert show_time(NOON + 240, now=NOON) == "Nov 17 12:04"
     assert show_time(NOON - 300 * 86400, now=NOON) == "Jan 21 12:00"
     assert show_time(NOON - 365 * 86400, now=NOON) == "Nov 17 2025"
+    assert show_time(NOON - 365 * 86400, now=NOON - 365 * 86400) == "Nov 17 12:00"
+
+
+@pytest.mark.usefixtures("utc")
+def test_a_moment_is_compared_with_the_present_by_default(monkeypatch: pytest.MonkeyPatch) -> None:
+    clock = SimpleNamespace(localtime=time.localtime, strftime=time.strftime, time=lambda: NOON - 365 * 86400)
+    monkeypatch.setattr("packtrain.units.time", clock)
+    assert show_time(NOON - 365 * 86400) == "Nov 17 12:00"
+    assert show_time(NOON) == "Nov 17 2026"
 
 
 @pytest.mark.usefixtures("utc")

@@ -256,6 +256,11 @@ def test_a_turn_is_how_often_a_sample_came_before(ids: list[int]) -> None:
     assert repeats == [ids[:place].count(sample) for place, sample in enumerate(ids)]
 
 
+def test_ids_and_turns_are_whole_numbers() -> None:
+    for numbers in (repeats_of(np.array([3, 3, 1])), spread(100, 7), mixed_epoch([], [], 1, 0), permutation(3, 1)):
+        assert numbers.dtype == np.int64
+
+
 def test_every_source_needs_a_weight() -> None:
     with pytest.raises(ValueError, match="2 sources have 1 weights"):
         mixed_epoch([1, 2], [1.0], 1, 0)
@@ -355,6 +360,20 @@ def test_pairs_are_sorted_by_their_longer_side_first() -> None:
     assert np.argsort(sort_keys(source, target)).tolist()[0] == 3
     assert np.argsort(sort_keys(source, target)).tolist()[1] == 2
     assert np.argsort(sort_keys(source, target)).tolist()[-1] == 4
+
+
+def test_sort_keys_never_change() -> None:
+    source, target = np.array([1, 2, 2, 1, 3]), np.array([1, 1, 2, 2, 1])
+    shell = 2**32
+    assert sort_keys(source, target).tolist() == [shell, 2 * shell + 1, 2 * shell, 2 * shell - 1, 3 * shell - 2]
+
+
+def test_a_micro_batch_has_single_samples_unless_they_are_grouped() -> None:
+    ids, costs = np.array([4, 2, 0, 3]), np.array([1, 9, 2, 1, 2])
+    assert lists(micro_batches(ids, costs, 4)) == [[4, 2], [0, 3]]
+    assert lists(micro_batches(ids, costs, 1)) == [[4], [2], [0], [3]]
+    assert lists(micro_batches(ids, costs, None)) == [[4, 2, 0, 3]]
+    assert lists(micro_batches(ids[:0], costs, 4)) == [[]]
 
 
 @settings(deadline=None)

@@ -3,6 +3,7 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -17,13 +18,20 @@ from packtrain.run.checkpoint import (
     CorruptCheckpoint,
     Superseded,
     best_first,
+    checkpoint_name,
     commit,
     committed,
     fetch_newest,
+    generation_of,
+    is_scored,
     last_step,
+    part_name,
+    parts_of,
     prune,
+    put_manifest,
     remove_uncommitted,
     superfluous,
+    whole_name,
 )
 from packtrain.run.run import Run
 from packtrain.store import Store, StoreError
@@ -121,6 +129,75 @@ def test_a_generation_that_is_superseded_during_the_upload_commits_nothing(
     assert committed(run) == []
 
 
+def test_a_commit_that_a_newer_generation_started_without_is_withdrawn(directory_store: Store, tmp_path: Path) -> None:
+    """Its manifest was on its way when the network was cut."""
+    store = FaultyStore(directory_store)
+    run = Run(store, "job-1")
+    first = save(run, tmp_path, step=1)
+
+    def start_another(operation: str, key: str) -> None:
+        if operation == "put" and key.endswith("manifest.json"):
+            Run(directory_store, "job-1").propose(replace(a_generation(2), step=1))
+
+    store.fault = start_another
+    with pytest.raises(Superseded) as superseded:
+        save(run, tmp_path, step=2)
+    assert str(superseded.value) == "generation 2 has started without step 2 of generation 1; withdrawn"
+    assert committed(run) == [first]
+
+
+def test_a_commit_that_a_newer_generation_started_with_stays(directory_store: Store, tmp_path: Path) -> None:
+    store = FaultyStore(directory_store)
+    run = Run(store, "job-1")
+
+    def start_with_it(operation: str, key: str) -> None:
+        if operation == "put" and key.endswith("manifest.json"):
+            Run(directory_store, "job-1").propose(replace(a_generation(2), step=2))
+
+    store.fault = start_with_it
+    saved = save(run, tmp_path, step=2)
+    assert committed(run) == [saved]
+
+
+def test_a_generation_commits_while_it_is_the_latest_also_after_a_step_that_is_lost(directory_store: Store) -> None:
+    run = new_run(directory_store)
+    run.propose(a_generation(1))
+    run.propose(replace(a_generation(2), step=1))
+    late = Checkpoint(FORMAT, checkpoint_name(5, 2), 5, 2, None, ())
+    put_manifest(run, late)
+    assert committed(run) == [late]
+
+
+def test_the_name_of_a_checkpoint_is_unique_and_has_its_step_and_generation() -> None:
+    names = {checkpoint_name(12, 3) for _ in range(9)}
+    assert len(names) == 9
+    assert {name[:17] for name in names} == {"000000012-000003-"}
+    assert {len(name) for name in names} == {29}
+    assert {generation_of(name) for name in names} == {3}
+    for name in ("odd", "000000012-000003", "000000012-x-abc", "000000012-000003-abc-def", "1-2-3-4"):
+        assert generation_of(name) is None
+
+
+# Parts of files.
+
+
+def test_every_rank_has_its_part_of_a_file() -> None:
+    assert part_name("model.safetensors", 0, 3) == "model-1-of-3.safetensors"
+    assert part_name("deep/er.model.bin", 2, 3) == "deep/er.model-3-of-3.bin"
+    assert whole_name("deep/er.model-3-of-3.bin") == "deep/er.model.bin"
+    for name in ("model.bin", "model-0-of-3.bin", "model-1-of-0.bin", "model-1-of-3", "model-1-of-3.bin.old"):
+        assert whole_name(name) == name
+
+
+def test_the_parts_of_a_file_are_found_in_their_order_and_only_if_all_are_there() -> None:
+    parts = [f"model-{number}-of-11.bin" for number in range(1, 12)]
+    assert parts_of("model.bin", [*reversed(parts), "other-1-of-2.bin", "state.bin"]) == parts
+    assert parts_of("model.bin", parts[:-1]) == []
+    assert parts_of("model.bin", [*parts, "model-1-of-2.bin"]) == [], "of two sizes"
+    assert parts_of("model.bin", [*parts, "model.bin"]) == ["model.bin"]
+    assert parts_of("other.bin", parts) == []
+
+
 # Every point of the way at which a process can die.
 
 
@@ -190,7 +267,7 @@ def damage(run: Run, checkpoint: Checkpoint, how: str) -> None:
         run.store.delete(key)
     else:
         data = run.store.get(key)
-        run.store.put(key, data[:-1] if how == "truncated" else b"M" + data[1:])
+        run.store.put(key, {"truncated": data[:-1], "corrupt": b"M" + data[1:], "longer": data + b"!"}[how])
 
 
 @pytest.mark.parametrize(
@@ -199,6 +276,7 @@ def damage(run: Run, checkpoint: Checkpoint, how: str) -> None:
         ("missing", "checkpoint {}: model.bin is missing; skipped"),
         ("truncated", "checkpoint {}: model.bin does not match its digest; skipped"),
         ("corrupt", "checkpoint {}: model.bin does not match its digest; skipped"),
+        ("longer", "checkpoint {}: model.bin is larger than it was; skipped"),
     ],
 )
 def test_a_damaged_checkpoint_is_skipped_for_the_newest_valid_one(
@@ -275,7 +353,9 @@ def test_a_manifest_that_arrives_after_its_files_were_removed_does_not_end_the_r
     run.propose(a_generation(2))
     found, files, complaints = restore(run, tmp_path / "late")
     assert (found, files) == (None, {})
-    assert complaints[0].endswith("its commit came after a newer generation had started without it; skipped")
+    reason = "its commit came after a newer generation had started without it; skipped"
+    missing = f"checkpoint {late.name}: deep/er/state.json is missing"
+    assert complaints[0] == f"{missing}; {reason}"
     assert complaints[1] == "job-1 has no other checkpoint; starting from scratch"
 
 
@@ -335,7 +415,20 @@ def test_a_manifest_copied_from_another_checkpoint_is_skipped(directory_store: S
     run = new_run(directory_store)
     older, newer = save(run, tmp_path, step=1), save(run, tmp_path, step=2)
     directory_store.put(manifest_key(run, older), directory_store.get(manifest_key(run, newer)))
-    assert committed(run) == [newer]
+    said: list[str] = []
+    assert committed(run, said.append) == [newer]
+    assert said == [f"the manifest of checkpoint {older.name} belongs to another checkpoint"]
+
+
+@pytest.mark.parametrize("changes", [{"step": 2}, {"generation": 2}])
+def test_a_manifest_whose_step_or_generation_is_not_that_of_its_name_is_skipped(
+    directory_store: Store, tmp_path: Path, changes: dict[str, int]
+) -> None:
+    run = new_run(directory_store)
+    change_manifest(run, save(run, tmp_path, step=1), **changes)
+    said: list[str] = []
+    assert committed(run, said.append) == []
+    assert len(said) == 1
 
 
 @pytest.mark.parametrize("name", ["../../escaped", "/escaped", "a/../../escaped", "a//b", "", ".", "a\0b"])
@@ -345,7 +438,7 @@ def test_a_name_that_leaves_the_directory_is_refused(directory_store: Store, tmp
     change_manifest(run, saved, files=[{"name": name, "bytes": 1, "sha256": "0" * 64}])
     said: list[str] = []
     assert committed(run, said.append) == []
-    assert "names the invalid file" in said[0]
+    assert said == [f"the manifest of checkpoint {saved.name} names the invalid file {name!r}"]
 
 
 def test_a_store_that_is_away_is_not_taken_for_damage(directory_store: Store, tmp_path: Path) -> None:
@@ -394,8 +487,28 @@ def test_pruning_twice_deletes_nothing_more(checkpoints: list[Checkpoint], keep_
 def test_the_best_has_the_highest_score_and_without_scores_is_the_newest() -> None:
     made = [Checkpoint(FORMAT, str(step), step, 1, score, ()) for step, score in enumerate([0.1, 0.3, None, 0.2])]
     assert best_first(made)[0] == made[1]
+    assert best_first(made) == [made[1], made[3], made[0], made[2]]
     assert best_first(made[2:3]) == made[2:3]
     assert best_first([]) == []
+
+
+def test_the_newest_of_equal_scores_comes_first_and_a_score_of_minus_infinity_is_none() -> None:
+    scores = [(1, 5, 0.5), (2, 4, 0.5), (2, 6, 0.5), (3, 1, -math.inf), (1, 9, -1.0), (1, 8, None), (1, 7, 0.0)]
+    made = [Checkpoint(FORMAT, str(step), step, generation, score, ()) for generation, step, score in scores]
+    assert [one.step for one in best_first(made)] == [6, 4, 5, 7, 9, 1, 8]
+    assert [is_scored(one) for one in made] == [True, True, True, False, True, False, True]
+
+
+def test_a_late_checkpoint_is_skipped_only_if_a_newer_generation_started_at_an_earlier_step(
+    directory_store: Store, tmp_path: Path
+) -> None:
+    run = new_run(directory_store)
+    damage(run, save(run, tmp_path, step=5, generation=2), "missing")
+    run.propose(a_generation(1))
+    run.propose(a_generation(2))
+    run.propose(replace(a_generation(3), step=5))
+    with pytest.raises(Mistake, match="none of the 1 checkpoints"):
+        restore(run, tmp_path / "back")
 
 
 # Checkpoints that were begun and never committed.
@@ -411,6 +524,19 @@ def test_uncommitted_files_of_older_generations_are_removed(any_store: Store, tm
     left = any_store.folders(run.key("checkpoints/"))
     assert [one.step for one in committed(run)] == [10]
     assert left == [committed(run)[0].name, "000000040-000003-ccc", "odd"]
+
+
+def test_unfinished_files_of_older_generations_are_removed(directory_store: Store) -> None:
+    run = new_run(directory_store)
+    names = ["000000020-000001-aaa", "000000030-000002-bbb", "000000040-000003-ccc", "odd"]
+    unfinished = [Path(directory_store.url, run.key(f"checkpoints/{name}/files/.tmp-1")) for name in names]
+    for path in unfinished:
+        path.parent.mkdir(parents=True)
+        path.write_bytes(b"x")
+    store = FaultyStore(directory_store)
+    remove_uncommitted(Run(store, run.name), 3)
+    assert [path.exists() for path in unfinished] == [False, False, True, True]
+    assert [key for operation, key in store.operations if operation == "remove_unfinished"] == [run.key("checkpoints/")]
 
 
 KILLED_DURING_A_COMMIT = """

@@ -8,7 +8,9 @@ import threading
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
+from datetime import UTC, datetime, timedelta
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -17,6 +19,8 @@ from hypothesis import strategies as st
 
 from packtrain.errors import PacktrainError
 from packtrain.node.directory import NodeDirectory
+from packtrain.run import liveness
+from packtrain.run.checkpoint import commit
 from packtrain.run.liveness import (
     DOUBT_SECONDS,
     LEASE_LOST_SECONDS,
@@ -25,15 +29,25 @@ from packtrain.run.liveness import (
     LeaseWatch,
     State,
     StateWatch,
+    attempt,
+    finish_unattended,
+    holds_lock,
+    node_directory,
     state_by,
     state_now,
+    state_of,
     states_now,
+    store_time,
+    was_left_before_launch,
     watch_states,
+    without_nodes,
 )  # fmt: skip
-from packtrain.run.records import FleetLaunch, Lease, Result
+from packtrain.run.records import DamagedRecord, FleetLaunch, Lease, Result
 from packtrain.run.run import Run
-from packtrain.store import Store, open_store
-from parts.runs import a_lease, new_run
+from packtrain.store import Store, StoreError, open_store
+from packtrain.system import FileLock
+from parts.faulty import FaultyStore
+from parts.runs import a_generation, a_lease, new_run
 
 
 @pytest.fixture(autouse=True)
@@ -102,6 +116,40 @@ def test_a_node_without_a_lease_is_lost() -> None:
 def test_a_lost_node_that_renews_again_is_alive_again() -> None:
     watch = looked((0.0, [a_lease("a", 5)]), (2.0, [a_lease("a", 6)]), (60.0, [a_lease("a", 7)]))
     assert watch.alive("a", 61.0)
+
+
+def test_a_node_has_renewed_since_a_moment_if_that_was_seen_later() -> None:
+    watch = looked((0.0, [a_lease("a", 5), a_lease("b", 5)]), (2.0, [a_lease("a", 6), a_lease("b", 5)]))
+    assert watch.renewed_since("a", 1.9)
+    assert not watch.renewed_since("a", 2.0)
+    assert not watch.renewed_since("b", -1.0), "it was seen only once"
+    assert not watch.renewed_since("c", -1.0)
+
+
+def test_nodes_that_may_be_alive_remain() -> None:
+    looks = ([a_lease("a", 5), a_lease("b", 5), a_lease("c", 5)], [a_lease("a", 6), a_lease("c", 6, left=True)])
+    watch = looked((0.0, looks[0]), (2.0, looks[1]))
+    assert (watch.count_alive(2.0), watch.count_remaining(2.0)) == (1, 2)
+    assert (watch.count_alive(LOST), watch.count_remaining(LOST)) == (1, 1)
+    assert (watch.count_alive(2.0 + LOST), watch.count_remaining(2.0 + LOST)) == (0, 0)
+
+
+def test_a_pause_of_four_seconds_between_two_looks_is_not_blindness() -> None:
+    renewed = (0.0, [a_lease("a", 5)]), (2.0, [a_lease("a", 6)])
+    watch = looked(*renewed, (6.0, [a_lease("a", 6)]))
+    assert watch.alive("a", 6.0)
+    watch = looked(*renewed, (6.5, [a_lease("a", 6)]))
+    assert not watch.alive("a", 6.5), "it may have died meanwhile"
+    assert not watch.lost("a", 2.4 + LOST)
+    assert watch.lost("a", 2.5 + LOST)
+
+
+def test_a_node_that_returns_after_it_has_left_must_renew_to_be_alive() -> None:
+    watch = looked(*((float(now), [a_lease("a", now, left=now == 2)]) for now in range(4)))
+    assert not watch.alive("a", 3.0)
+    assert not watch.lost("a", 3.0)
+    watch.observe([a_lease("a", 4)], 4.0)
+    assert watch.alive("a", 4.0)
 
 
 @settings(deadline=None)
@@ -223,6 +271,169 @@ def test_many_runs_are_watched_together(directory_store: Store) -> None:
     assert clock["now"] < 2 * WATCH_SECONDS
 
 
+def test_a_run_that_cannot_be_read_does_not_hide_the_others(directory_store: Store) -> None:
+    runs = [new_run(directory_store) for _ in range(3)]
+    directory_store.put(runs[0].key("result.json"), b"{")
+    damaged, waiting, finished = runs
+    finished.finish(Result("finished", "", 1, 1.0))
+    error, *states = watch_states(runs)
+    assert isinstance(error, DamagedRecord)
+    assert states == ["waiting", "finished"]
+    error, *states = states_now(runs)
+    assert isinstance(error, DamagedRecord)
+    assert states == ["waiting", "finished"]
+    assert (state_of(finished), state_now(waiting)) == ("finished", "waiting")
+    for state in (state_of, state_now):
+        with pytest.raises(DamagedRecord):
+            state(damaged)
+
+
+def test_a_run_whose_leases_cannot_be_read_does_not_hide_the_others(directory_store: Store) -> None:
+    store = FaultyStore(directory_store)
+    runs = [new_run(directory_store) for _ in range(2)]
+    refused = StoreError("permission denied")
+    store.fault = lambda operation, key: refused if operation == "list" and key.startswith(runs[0].folder) else None
+    runs = [Run(store, run.name) for run in runs]
+    runs[1].renew(a_lease("a", left=True))
+    assert watch_states(runs, seconds=0.0) == [refused, "interrupted"]
+
+
+def test_a_store_that_is_away_concerns_all_runs() -> None:
+    def fail(error: PacktrainError) -> str:
+        raise error
+
+    refused, away = StoreError("permission denied"), StoreError("the store is away", temporary=True)
+    assert attempt(lambda: "an answer") == "an answer"
+    assert attempt(partial(fail, refused)) is refused
+    with pytest.raises(StoreError, match="the store is away"):
+        attempt(partial(fail, away))
+
+
+# Launches.
+
+
+def placed(run: Run, key: str, seconds: float) -> None:
+    """Date an object back."""
+    os.utime(Path(run.store.url, run.key(key)), (1_700_000_000 - seconds,) * 2)
+
+
+def launched(run: Run, *seconds: float) -> None:
+    for number, ago in enumerate(seconds, 1):
+        run.record_launch(FleetLaunch(0.0, "client", {}))
+        placed(run, f"launches/{number:06d}.json", ago)
+
+
+@pytest.fixture
+def quick_watch(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(liveness, "watch_states", partial(watch_states, seconds=0.1, poll_seconds=0.02))
+
+
+@pytest.mark.parametrize(
+    ("left", "launches", "state"),
+    [
+        ([], [], "waiting"),
+        ([60], [], "interrupted"),
+        ([60], [90], "interrupted"),
+        ([60], [60], "interrupted"),
+        ([60], [30], "waiting"),
+        ([60], [30, 90], "waiting"),
+        ([20, 60], [30], "interrupted"),
+    ],
+)
+def test_a_run_without_nodes_is_waiting_if_it_was_launched_since(
+    directory_store: Store, left: list[int], launches: list[int], state: State
+) -> None:
+    run = new_run(directory_store)
+    for ago in left:
+        run.renew(a_lease(f"n{ago}", left=True))
+        placed(run, f"nodes/n{ago}.json", ago)
+    launched(run, *launches)
+    assert without_nodes(run) == state
+
+
+@pytest.mark.usefixtures("quick_watch")
+@pytest.mark.parametrize(
+    ("launches", "was_left"),
+    [
+        ([10], True),
+        ([90, 10], True),
+        ([60, 10], True),
+        ([30, 10], False),  # the machines of the launch before have yet to join
+    ],
+)
+def test_a_run_was_left_if_all_nodes_of_earlier_launches_are_gone(
+    directory_store: Store, launches: list[int], was_left: bool
+) -> None:
+    run = new_run(directory_store)
+    run.renew(a_lease("a", left=True))
+    placed(run, "nodes/a.json", 60)
+    launched(run, *launches)
+    assert was_left_before_launch(run) == was_left
+
+
+@pytest.mark.usefixtures("quick_watch")
+def test_a_run_that_nobody_has_joined_or_that_is_over_was_not_left(directory_store: Store) -> None:
+    run = new_run(directory_store)
+    launched(run, 10)
+    assert not was_left_before_launch(run)
+    run.renew(a_lease("a", left=True))
+    placed(run, "nodes/a.json", 5)
+    assert was_left_before_launch(run)
+    run.finish(Result("finished", "", 1, 1.0))
+    assert not was_left_before_launch(run)
+
+
+# A stop that no machine can carry out.
+
+
+def test_a_run_without_machines_is_stopped_where_it_is(directory_store: Store, tmp_path: Path) -> None:
+    run = new_run(directory_store)
+    (tmp_path / "file").write_bytes(b"x")
+    commit(run, 5, 1, None, {"f": tmp_path / "file"})
+    for name, used_seconds in (("a", 60.0), ("b", 40.0)):
+        aged(run, a_lease(name, used_seconds=used_seconds), 3600)
+    run.propose(a_generation(1))
+    run.propose(a_generation(2))
+    names = ["000000007-000001-aaa", "000000008-000002-bbb"]
+    for name in names:
+        directory_store.put(run.key(f"checkpoints/{name}/files/f"), b"x")
+    unfinished, other = (Path(directory_store.url, one.key(".tmp-1")) for one in (run, new_run(directory_store)))
+    for path in (unfinished, other):
+        path.write_bytes(b"x")
+    assert finish_unattended(run)
+    stopped = "stopped by user while no machine was working on it"
+    assert run.result() == Result("stopped", stopped, 5, 60.0)
+    folders = directory_store.folders(run.key("checkpoints/"))
+    assert [name in folders for name in names] == [False, True], "the last generation may still commit"
+    assert not unfinished.exists()
+    assert other.exists(), "another run may be writing it"
+
+
+def test_a_run_that_no_machine_has_joined_is_stopped_before_its_first_step(directory_store: Store) -> None:
+    run = new_run(directory_store)
+    directory_store.put(run.key("checkpoints/000000007-000001-aaa/files/f"), b"x")
+    assert finish_unattended(run)
+    result = run.result()
+    assert result is not None
+    assert (result.status, result.step, result.seconds) == ("stopped", 0, 0.0)
+    assert directory_store.folders(run.key("checkpoints/")) == ["000000007-000001-aaa"]
+
+
+def test_a_run_that_a_machine_works_on_is_not_stopped_here(directory_store: Store) -> None:
+    run = new_run(directory_store)
+    aged(run, a_lease("a"), 1)
+    assert not finish_unattended(run)
+    assert run.result() is None
+
+
+def test_a_stopped_run_has_its_result_even_if_nothing_can_be_removed(directory_store: Store) -> None:
+    run = new_run(directory_store)
+    store = FaultyStore(directory_store)
+    store.refuse("remove_unfinished")
+    assert finish_unattended(Run(store, run.name))
+    assert run.result() is not None
+
+
 # States at one look.
 
 
@@ -307,6 +518,30 @@ def test_a_node_on_this_machine_is_judged_by_its_lock(directory_store: Store, wa
     assert watched.names == []
 
 
+def test_only_an_exclusive_lock_shows_that_a_node_runs(directory_store: Store) -> None:
+    run = new_run(directory_store)
+    assert holds_lock(run, "a") is None, "it was never here"
+    lock = NodeDirectory.create(run, "a").lock
+    assert holds_lock(run, "a") is True
+    lock.close()
+    path = node_directory(run, "a") / "lock"
+    reader = FileLock(path, shared=True)
+    assert holds_lock(run, "a") is False, "another reader looks at the same time"
+    reader.close()
+    path.unlink()
+    assert holds_lock(run, "a") is None
+
+
+def test_the_clock_of_a_store_is_read_by_writing_to_it(directory_store: Store) -> None:
+    now = store_time(directory_store)
+    assert now is not None
+    assert abs(now - datetime.now(UTC)) < timedelta(minutes=10)
+    assert directory_store.list("scratch/") == []
+    store = FaultyStore(directory_store)
+    store.refuse("put")
+    assert store_time(store) is None
+
+
 def test_in_a_bucket_all_leases_have_the_clock_of_the_server(s3_store: Store, watched: Watched) -> None:
     run = new_run(s3_store)
     run.renew(a_lease("a"))
@@ -354,3 +589,59 @@ def test_looking_at_a_run_writes_nothing(directory_store: Store) -> None:
     before = directory_store.list()
     StateWatch(run).look()
     assert directory_store.list() == before
+
+
+def test_a_lease_of_this_machine_is_judged_by_the_clock_of_this_machine(directory_store: Store) -> None:
+    here = replace(a_lease("a"), hostname=socket.gethostname())
+    run = new_run(directory_store)
+    aged(run, here, LEASE_LOST_SECONDS + 8)
+    assert StateWatch(run).look() == "interrupted"
+    bucket = FaultyStore(directory_store)
+    bucket.is_directory = False
+    elsewhere = Run(bucket, new_run(directory_store).name)
+    aged(elsewhere, a_lease("a"), LEASE_LOST_SECONDS + 8)
+    assert StateWatch(elsewhere).look() == "running", "the clock of the bucket may be behind"
+
+
+def test_a_reader_that_stays_judges_by_age_until_a_lease_could_be_lost(directory_store: Store) -> None:
+    run, now = new_run(directory_store), [0.0]
+    watch = StateWatch(run, lambda: now[0])
+    for moment in (0.0, 3.0, 6.0, 9.0, LEASE_LOST_SECONDS):
+        now[0] = moment
+        aged(run, a_lease("a"), 1)
+        assert watch.look() == "running"
+    now[0] += 0.5
+    assert watch.look() == "interrupted"
+
+
+def test_a_reader_that_stays_reads_only_the_leases_that_were_renewed(directory_store: Store) -> None:
+    store = FaultyStore(directory_store)
+    run = Run(store, new_run(directory_store).name)
+    for key in ("nodes/note.txt", "nodes/deep/er.json"):
+        directory_store.put(run.key(key), b"{")
+    for ago, node in enumerate("abc"):
+        aged(run, a_lease(node), ago)
+    watch = StateWatch(run)
+
+    def read() -> list[str]:
+        store.operations.clear()
+        watch.look()
+        return sorted(key for operation, key in store.operations if operation == "find")
+
+    assert read() == [run.lease_key(node) for node in "abc"]
+    assert read() == []
+    aged(run, a_lease("b", 2), 5)
+    assert read() == [run.lease_key("b")]
+    assert [(lease.node, lease.renewal) for lease in watch.leases] == [("a", 0), ("b", 2), ("c", 0)]
+
+
+def test_a_look_reads_a_limited_number_of_leases_and_the_next_one_the_rest(directory_store: Store) -> None:
+    run = new_run(directory_store)
+    for number in range(70):
+        run.renew(a_lease(f"n{number:02d}"))
+    watch = StateWatch(run)
+    counts = []
+    for _ in range(3):
+        watch.look()
+        counts.append(len(watch.leases))
+    assert counts == [64, 70, 70]

@@ -149,6 +149,7 @@ def test_rounding_does_not_miss_a_goal_in_fractions_of_an_epoch(
 def test_the_save_interval_grows_with_the_cost_of_a_save_and_shrinks_with_failures() -> None:
     assert save_interval(2.0, 1.0, 0, 3600.0) == pytest.approx((2 * 2.0 * (4 * 3600 + 3600)) ** 0.5)
     assert save_interval(2.0, 1.0, 4, 3600.0) == pytest.approx((2 * 2.0 * 5 * 3600 / 5) ** 0.5)
+    assert save_interval(0.0, 100.0, 0, 0.0) == 200.0
     assert save_interval(8.0, 1.0, 0, 0.0) == pytest.approx(2 * save_interval(2.0, 1.0, 0, 0.0))
 
 

@@ -1,16 +1,18 @@
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 from typing import Any
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from packtrain.job.job import TrainSettings
+from packtrain.job.job import EpochSettings, TrainSettings
 from packtrain.job.kinds import SCHEDULES
 from packtrain.train.progress import Progress
-from packtrain.train.schedule import Rate, rate_of
+from packtrain.train.schedule import CosineSettings, NoamSettings, Rate, StepDownSettings, rate_of
+from packtrain.units import Amount, Duration
 
 EXAMPLES: dict[str, dict[str, Any]] = {
     "noam": {"warmup": "4 steps", "peak": 0.1},
@@ -109,7 +111,13 @@ def test_a_cosine_warms_up_falls_to_its_floor_and_stays_there() -> None:
 
 
 def test_a_cosine_without_warm_up_starts_at_its_peak() -> None:
-    assert rate("cosine", peak=1.0)(at(0)) == 1.0
+    cosine = rate("cosine", peak=1.0)
+    assert cosine(at(0)) == 1.0
+    assert cosine(at(50)) == pytest.approx(0.5)
+
+
+def test_a_cycle_without_warm_up_starts_at_its_peak() -> None:
+    assert rate("one_cycle", peak=2.0, warmup=0.0)(at(0)) == 2.0
 
 
 def test_a_rate_steps_down_by_its_factor_every_so_often() -> None:
@@ -145,6 +153,86 @@ def test_phases_are_linear() -> None:
     assert lines(at(10)) == lines(at(1000)) == pytest.approx(0.001)
 
 
+def test_a_run_may_have_a_single_phase() -> None:
+    single = rate("phases", duration="2 epochs", phases=[{"until": "0.5 epochs", "rate": [1.0, 2.0]}])
+    assert [single(at(9, epoch)) for epoch in (0.0, 0.25, 0.5, 2.0)] == pytest.approx([1.0, 1.5, 2.0, 2.0])
+
+
+def test_an_infinite_rate_is_refused() -> None:
+    with pytest.raises(ValueError, match="must be greater than 0"):
+        rate("phases", phases=[{"until": "1 epoch", "rate": [1.0, math.inf]}])
+
+
+IMAGES = EpochSettings(Amount(8, "samples"), 128, 0.35, False)
+
+
+def in_epoch(epoch: int, *phases: dict[str, Any]) -> EpochSettings:
+    """Return the settings of an epoch, given those of the section."""
+    section = {"duration": "9 epochs", "batch": "8 samples", "schedule": {"phases": list(phases)}}
+    settings = TrainSettings.model_validate(section).schedule.in_epoch(IMAGES, epoch)
+    assert isinstance(settings, EpochSettings)
+    return settings
+
+
+def test_a_phase_changes_only_the_settings_that_it_has() -> None:
+    plain = {"until": "1 epoch", "rate": 1.0}
+    assert in_epoch(0, plain) == IMAGES
+    assert in_epoch(0, {**plain, "batch": "4 samples"}) == replace(IMAGES, batch=Amount(4, "samples"))
+    assert in_epoch(0, {**plain, "size": 64}) == replace(IMAGES, size=64)
+    assert in_epoch(0, {**plain, "min_scale": 0.5}) == replace(IMAGES, min_scale=0.5)
+    assert in_epoch(0, {**plain, "rectangular": True}) == replace(IMAGES, rectangular=True)
+
+
+def test_a_phase_changes_the_settings_from_its_first_epoch_on() -> None:
+    phases = [{"until": "2 epochs", "rate": 1.0, "size": 64}, {"until": "4 epochs", "rate": 1.0, "size": 96}]
+    assert [in_epoch(epoch, *phases).size for epoch in range(6)] == [64, 64, 96, 96, 96, 96]
+    small = {"until": "20 steps", "rate": 1.0, "size": 64}
+    assert [in_epoch(epoch, small, {"until": "30 steps", "rate": 2.0}).size for epoch in (0, 1, 99)] == [64, 64, 64]
+
+
+# Fitted to a run that became shorter or longer.
+
+WITH_WARM_UP: dict[str, type[NoamSettings | CosineSettings | StepDownSettings]] = {
+    "noam": NoamSettings,
+    "cosine": CosineSettings,
+    "step": StepDownSettings,
+}
+
+
+@pytest.mark.parametrize(
+    ("kind", "warmup", "written", "now", "fitted"),
+    [
+        ("noam", "4000 steps", "100000 steps", "5000 steps", "4000 steps"),  # it still fits
+        ("noam", "4000 steps", "100000 steps", "4000 steps", "160 steps"),
+        ("noam", "4000 steps", "100000 steps", "1000 steps", "40 steps"),
+        ("noam", "4000 steps", "100000 steps", "1 step", "1 step"),
+        ("noam", "4000 steps", "100 epochs", "1000 steps", "100 steps"),
+        ("noam", "4000 steps", "100000 steps", "9 epochs", "4000 steps"),
+        ("noam", "4000 steps", "100000 steps", "1 min", "4000 steps"),
+        ("cosine", "4000 steps", "100000 steps", "5000 steps", "4000 steps"),
+        ("cosine", "4000 steps", "100000 steps", "4000 steps", "160 steps"),
+        ("cosine", "4000 steps", "100000 steps", "10 epochs", "0.4 epochs"),
+        ("cosine", "4000 steps", "100000 steps", "1 min", "4000 steps"),
+        ("cosine", "2 epochs", "10 epochs", "1 epoch", "0.2 epochs"),
+        ("cosine", "4000 steps", "4000 steps", "10 steps", None),
+        ("cosine", None, "100000 steps", "10 steps", None),
+        ("step", "4000 steps", "100000 steps", "5000 steps", "4000 steps"),
+        ("step", "4000 steps", "100000 steps", "4000 steps", "160 steps"),
+        ("step", "4000 steps", "100000 steps", "1 epoch", "4000 steps"),
+        ("step", "2 epochs", "100 epochs", "1 epoch", "0.02 epochs"),
+        ("step", None, "100000 steps", "10 steps", None),
+    ],
+)
+def test_a_warm_up_keeps_its_share_of_a_run_that_it_no_longer_fits_into(
+    kind: str, warmup: str | None, written: str, now: str, fitted: str | None
+) -> None:
+    fields = {name: value for name, value in EXAMPLES[kind].items() if name != "warmup"}
+    settings = WITH_WARM_UP[kind].model_validate(fields | ({"warmup": warmup} if warmup else {}))
+    changed = settings.fitted(Duration.parse(written), Duration.parse(now))
+    assert changed.warmup == (None if fitted is None else Duration.parse(fitted))
+    assert changed.model_copy(update={"warmup": settings.warmup}) == settings, "nothing else changes"
+
+
 # Scaled by the batch.
 
 
@@ -167,3 +255,8 @@ def test_a_phase_with_another_batch_is_scaled_by_that_batch() -> None:
     phases = [{"until": "2 epochs", "rate": 0.1}, {"until": "9 epochs", "rate": 0.1, "batch": "512 samples"}]
     rate = scaled({"phases": phases}, linear="256 samples")
     assert [rate(at(7, epoch)) for epoch in (0.0, 1.99, 2.0, 8.9)] == pytest.approx([0.4, 0.4, 0.2, 0.2])
+
+
+def test_the_rate_of_a_job_depends_on_the_width_of_its_model() -> None:
+    noam = {"noam": {"warmup": "400 steps", "scale": 2.0}}
+    assert scaled(noam)(at(399)) == pytest.approx(2.0 * 512**-0.5 * 400**-0.5)

@@ -134,7 +134,7 @@ def _by_output(generation: int, code: int, output: LastOutput) -> NodeReport:
 
 def _place_of(before: str) -> str:
     """Return `train.py:7: `, the innermost line of the program's own code in the traceback that ends here."""
-    trace = before[max(0, before.rfind("Traceback (most recent call last)")) :]
+    trace = before.rpartition("Traceback (most recent call last)")[2]
     frames = [(name, number) for name, number in _FRAME.findall(trace) if "/site-packages/" not in name]
     own = [(name.rpartition("/code/")[2], number) for name, number in frames if "/code/" in name]
     return "{}:{}: ".format(*own[-1]) if own else ""
@@ -215,7 +215,7 @@ def failures_in_a_row(generations: Sequence[Generation], step: int) -> int:
     """
     count = 0
     for generation in reversed(generations):
-        if generation.step != step or generation.cause in ("start", "resumed"):
+        if generation.step != step or generation.cause == "resumed":
             break
         count += generation.cause in COUNTED
     return count
@@ -230,7 +230,7 @@ class OomWatch:
 
     def look(self, now: float) -> None:
         self._looks.append((now, self._count()))
-        while len(self._looks) > 1 and now - self._looks[1][0] >= OOM_SECONDS:
+        while now - self._looks[1][0] >= OOM_SECONDS:  # which ends at the look that was just added
             self._looks.pop(0)
 
     def recent(self) -> int:

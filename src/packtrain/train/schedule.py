@@ -281,9 +281,8 @@ class PhasesSettings(ScheduleKind):
                 yield ("schedule", "phases", number, "batch"), f"must be in {train.batch.unit}, like the batch"
 
     def in_epoch(self, settings: EpochSettings, epoch: int) -> EpochSettings:
-        # Phases in steps change only the rate, so only the first one may change the data.
-        in_epochs = self.phases[0].until.unit == "epochs"
-        starts = [0.0, *(phase.until.value for phase in self.phases)] if in_epochs else [0.0]
+        # Of phases in steps only the first one may change the data, so it does not matter when the others start.
+        starts = [0.0, *(phase.until.value for phase in self.phases)]
         for phase, start in zip(self.phases, starts, strict=False):
             if start <= epoch:
                 settings = phase.applied(settings)
