@@ -47,6 +47,9 @@ coverage: $(VENV)/dev
 benchmarks: $(VENV)/dev
 	$(BIN)/python benchmarks/all.py $(if $(SHORT),--short)
 
+mutants: $(VENV)/dev
+	$(BIN)/python tests/mutants.py
+
 parts: packages kubernetes arm64
 
 packages:
