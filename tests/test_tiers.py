@@ -68,9 +68,10 @@ def outcomes(folder: Path, *words: str) -> tuple[dict[str, set[str]], str]:
     """Run the tests above; return their names by outcome, and the last line."""
     (folder / "test_some.py").write_text(TESTS)
     (folder / "conftest.py").write_text(CONFTEST)
-    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}
+    outside = {name: value for name, value in os.environ.items() if not name.startswith("PYTEST_")}
+    environment = {**outside, "PYTHONPATH": os.pathsep.join(sys.path)}
     command = [sys.executable, "-m", "pytest", "-rA", "-p", "parts.tiers", "-p", "no:cacheprovider", *words]
-    done = subprocess.run(command, cwd=folder, env=environment, capture_output=True, text=True, timeout=120)
+    done = subprocess.run(command, cwd=folder, env=environment, capture_output=True, text=True, timeout=280)
     names: dict[str, set[str]] = {}
     for outcome, name in re.findall(r"^(PASSED|FAILED|ERROR) test_some.py::test_(\w+\b\S*)", done.stdout, re.MULTILINE):
         names.setdefault(outcome, set()).add(name)
