@@ -14,7 +14,7 @@ import pytest
 
 from packtrain.errors import PacktrainError
 from packtrain.fleet import Fleet, LaunchPlan, fleet_of
-from packtrain.fleet.local import END_SECONDS, LocalFleet, LocalSettings, is_node, start_process
+from packtrain.fleet.local import END_SECONDS, LocalFleet, LocalSettings, is_node, start_process, text_of
 from packtrain.job.kinds import FLEETS, kind_class
 from packtrain.node.preemption import seconds_from
 from packtrain.start import wait_until_joined
@@ -194,3 +194,11 @@ def test_a_detached_client_says_why_a_node_could_not_start(code: int, joined: bo
         with pytest.raises(PacktrainError, match="the node exited on start: no disk"):
             wait_until_joined([node])
     node.process.wait()
+
+
+def test_a_log_that_its_node_has_removed_meanwhile_is_empty(tmp_path: Path) -> None:
+    log = tmp_path / "node.log"
+    log.write_bytes(b"machine: \xff has joined\n")
+    assert text_of(log) == "machine: \N{REPLACEMENT CHARACTER} has joined\n"
+    log.unlink()
+    assert text_of(log) == ""

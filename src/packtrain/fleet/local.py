@@ -209,6 +209,14 @@ def new_log(run: str) -> Path:
     return log
 
 
+def text_of(log: Path) -> str:
+    """Return what the log has. A node that ends well removes its own at any moment."""
+    try:
+        return log.read_text(errors="replace")
+    except FileNotFoundError:
+        return ""
+
+
 class OwnLog:
     """The log that `new_log` created for this process, if it did; processes that this one starts are not told of it."""
 
@@ -253,7 +261,7 @@ def start_node(run: str, arguments: list[str], tied: bool) -> None:
     while code not in GOOD_ENDS and time.monotonic() < deadline and JOINED not in text:
         ended, status = os.waitpid(child, os.WNOHANG)  # before the log is read, so that it is complete
         code = os.waitstatus_to_exitcode(status) if ended else None
-        text = log.read_text(errors="replace") if log.exists() else ""
+        text = text_of(log)
         if ended and code not in GOOD_ENDS and JOINED not in text:
             raise PacktrainError(f"the node exited on start: {last_line(text) or 'it wrote nothing'}")
         time.sleep(0.1)
