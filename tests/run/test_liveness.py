@@ -561,10 +561,12 @@ def test_a_node_of_another_machine_is_not_judged_by_a_lock_in_a_shared_directory
     directory_store: Store, watched: Watched
 ) -> None:
     run = new_run(directory_store)
-    NodeDirectory.create(run, "a")
+    lock = NodeDirectory.create(run, "a").lock
     aged(run, a_lease("a"), 3600)
+    assert holds_lock(run, "a") is True
     assert states_now([run], watched) == ["interrupted"]
     assert watched.names == []
+    lock.close()
 
 
 def test_at_one_look_the_leases_in_a_bucket_have_the_clock_that_was_asked(
