@@ -54,6 +54,7 @@ def test_a_duration_is_read_as_people_write_it(text: str, value: float, unit: st
         ("2.5 steps", "'2.5 steps' is not a whole number of steps"),
         ("-5 steps", "'-5 steps' must be greater than zero and less than 1e+15"),
         ("0 steps", "'0 steps' must be greater than zero and less than 1e+15"),
+        ("1e15 steps", "'1e15 steps' must be greater than zero and less than 1e+15"),
         ("1e999 s", "'1e999 s' must be greater than zero and less than 1e+15"),
         ("1e14 days", "'1e14 days' must be less than 1e+15 seconds"),
         ("nan steps", "'nan steps' is not a number with a unit, such as '500 steps'"),
@@ -101,6 +102,8 @@ def test_a_batch_is_a_whole_number_of_tokens_or_samples() -> None:
         Amount.parse("1.5 samples")
     with pytest.raises(ValueError, match="unknown unit 'steps'"):
         Amount.parse("100 steps")
+    with pytest.raises(ValueError, match=r"^'100' is not a number with a unit, such as '4096 tokens'$"):
+        Amount.parse("100")
 
 
 def test_sizes_and_times_are_read_with_their_units() -> None:
@@ -139,6 +142,8 @@ def test_an_invalid_size_is_refused(text: str, message: str) -> None:
 
 def test_a_quantity_has_at_most_sixty_characters() -> None:
     assert parse_seconds(" " * 56 + "90 s") == 90
+    with pytest.raises(ValueError, match=r"^'x{60}' is not a number with a unit"):
+        parse_seconds("x" * 60)
     with pytest.raises(ValueError, match=r"^' {57}\.\.\.' is not a number with a unit"):
         parse_seconds(" " * 57 + "90 s")
 

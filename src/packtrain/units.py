@@ -65,7 +65,7 @@ def _quantity(text: str, units: Mapping[str, object], example: str) -> tuple[flo
     match = _QUANTITY.fullmatch(text.strip()) if len(text) <= _LONGEST else None
     if match is None:
         raise ValueError(f"{short!r} is not a number with a unit, such as {example!r}")
-    number, unit = float(match[1].replace(",", "").replace("_", "")), match[2]
+    number, unit = float(match[1].replace(",", "")), match[2]
     if unit not in units:
         raise ValueError(f"unknown unit {unit!r} in {text!r}; {nearest(unit, units)}")
     if not 0 < number < _LARGEST:

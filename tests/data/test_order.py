@@ -114,6 +114,26 @@ def test_similar_samples_share_a_batch_and_batches_are_shuffled() -> None:
     assert order != sorted(order)
 
 
+@pytest.mark.parametrize(("cost", "pool"), [(1, 1000), (2, 500), (4, 250), (5000, 1)])
+def test_the_samples_of_a_hundred_batches_are_sorted_together(cost: int, pool: int) -> None:
+    """Samples that are alike stay in the order in which they were drawn."""
+    count, budget = 2000, 10
+    alike = np.arange(count) % 3
+    ids = mixed_epoch([count], [1.0], 1, 0).tolist()
+    pools = [sorted(ids[start : start + pool], key=lambda sample: sample % 3) for start in range(0, count, pool)]
+    size = max(1, budget // cost)
+    batches = [part[start : start + size] for part in pools for start in range(0, len(part), size)]
+    expected = [batches[number] for number in permutation(len(batches), 1, 0, Stream.BATCHES)]
+    assert lists(epoch_batches(np.full(count, cost), alike, budget, 1, 0)) == expected
+
+
+def test_a_padded_batch_is_filled_up_to_the_limit_of_positions() -> None:
+    """With samples no longer than they cost, on average, it is four times the budget: here five times eight."""
+    lengths = np.array([0] * 200 + [1] * 780 + [8] * 20)
+    batches = epoch_batches(np.ones(1000, np.int64), lengths, 10, 1, 0, None, lengths)
+    assert sorted(len(batch) for batch in batches) == [5] * 4 + [10] * 98
+
+
 def test_batches_are_filled_as_far_as_they_can_be() -> None:
     costs = np.full(64, 2)
     assert [len(batch) for batch in epoch_batches(costs, costs, 17, 1, 0)].count(8) == 8

@@ -28,7 +28,7 @@ from packtrain.node.lease import LeaseRenewer
 from packtrain.node.workers import WorkerGroup, WorkerStop
 from packtrain.run.checkpoint import commit
 from packtrain.run.liveness import LEASE_LOST_SECONDS
-from packtrain.run.records import Generation, Lease, Member, NodeReport, Point
+from packtrain.run.records import Cause, Generation, Lease, Member, NodeReport, Point
 from packtrain.run.run import Run
 from packtrain.store import Store
 from packtrain.units import Machines
@@ -717,13 +717,13 @@ def test_a_preempted_machine_is_named_as_the_cause(view: View) -> None:
     assert (me.latest().cause, me.latest().reason) == ("preempted", "machine a was preempted")
 
 
-def test_a_program_that_fails_when_it_is_asked_to_stop_has_not_failed(view: View) -> None:
-    joined = NodeReport(1, "joined", "machine b joined")
+@pytest.mark.parametrize("asked", ["joined", "preempted"])
+def test_a_program_that_fails_when_it_is_asked_to_stop_has_not_failed(view: View, asked: Cause) -> None:
     me = view("1..2")
     latest = me.generation(1, "me", "a")
     me.see("a", report=BROKE)
-    me.proposed(latest, joined, me.now)
-    assert (me.latest().cause, me.latest().reason) == ("joined", "machine b joined")
+    me.proposed(latest, NodeReport(1, asked, "it was asked"), me.now)
+    assert (me.latest().cause, me.latest().reason) == (asked, "it was asked")
 
 
 @pytest.mark.parametrize("report", [replace(BROKE, cause="disk"), replace(BROKE, fatal=True)])
@@ -772,6 +772,18 @@ def test_a_run_is_given_up_after_the_failures_that_the_job_allows(view: View) ->
     broke = replace(BROKE, step=None)
     assert me.assembly.propose(second, replace(broke, generation=2), me.now) == "it broke (after 1 restart)"
     assert me.assembly.propose(first, broke, me.now) is None, "later generations do not count"
+
+
+@pytest.mark.parametrize(("failures", "given_up"), [(2, "it broke (after 2 restarts)"), (3, None)])
+def test_failures_are_counted_once_however_often_a_node_has_proposed(
+    view: View, failures: int, given_up: str | None
+) -> None:
+    me = view("1..1", fleet={"failures": failures})
+    broke = replace(BROKE, step=None)
+    me.generation(1, "me")
+    assert me.assembly.propose(me.generation(2, "me", cause="program"), broke, me.now) is None
+    assert me.latest().number == 3
+    assert me.assembly.propose(me.latest(), replace(broke, generation=3), me.now) == given_up
 
 
 def test_a_failure_after_a_commit_is_not_the_same_failure(view: View, tmp_path: Path) -> None:

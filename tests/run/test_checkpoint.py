@@ -499,6 +499,12 @@ def test_the_newest_of_equal_scores_comes_first_and_a_score_of_minus_infinity_is
     assert [is_scored(one) for one in made] == [True, True, True, False, True, False, True]
 
 
+def test_checkpoints_without_a_score_are_not_among_the_best() -> None:
+    scores = [None, 0.5, None, 0.1, None]
+    made = [Checkpoint(FORMAT, str(step), step, 1, score, ()) for step, score in enumerate(scores)]
+    assert superfluous(made, keep_last=1, keep_best=4) == [made[0], made[2]]
+
+
 def test_a_late_checkpoint_is_skipped_only_if_a_newer_generation_started_at_an_earlier_step(
     directory_store: Store, tmp_path: Path
 ) -> None:

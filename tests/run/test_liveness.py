@@ -93,6 +93,8 @@ def test_time_in_which_the_reader_could_not_look_does_not_count() -> None:
     assert not watch.lost("a", 62.0)
     assert not watch.alive("a", 62.0)
     assert watch.lost("a", 62.0 + LOST)
+    watch.observe([a_lease("a", 6)], 63.0)
+    assert not watch.alive("a", 63.0)
     watch.observe([a_lease("a", 7)], 64.0)
     assert watch.alive("a", 64.0)
 
@@ -298,6 +300,26 @@ def test_a_run_whose_leases_cannot_be_read_does_not_hide_the_others(directory_st
     assert watch_states(runs, seconds=0.0) == [refused, "interrupted"]
 
 
+def never(_: float) -> None:
+    raise AssertionError("there is nothing to wait for")
+
+
+def test_a_watch_ends_once_no_run_is_left_to_watch(directory_store: Store) -> None:
+    store = FaultyStore(directory_store)
+    runs = [Run(store, new_run(directory_store).name) for _ in range(2)]
+    refused = StoreError("permission denied")
+    store.fault = lambda operation, key: refused if operation == "list" and key.startswith(runs[0].folder) else None
+    assert watch_states(runs, sleep=never) == [refused, "waiting"]
+
+
+def test_a_watch_ends_when_its_time_is_up(directory_store: Store) -> None:
+    """Each run has nodes of its own: a name that another run does not have has not just joined."""
+    runs = [new_run(directory_store) for _ in range(2)]
+    for run, name in zip(runs, "ab", strict=True):
+        run.renew(a_lease(name))
+    assert watch_states(runs, seconds=0.0, clock=lambda: 5.0, sleep=never) == ["interrupted", "interrupted"]
+
+
 def test_a_store_that_is_away_concerns_all_runs() -> None:
     def fail(error: PacktrainError) -> str:
         raise error
@@ -458,9 +480,12 @@ def watched() -> Watched:
     [
         (LeaseAge(1.0, one_clock=True), True),
         (LeaseAge(-5.0, one_clock=True), True),  # renewed after the time was asked for
+        (LeaseAge(LEASE_LOST_SECONDS, one_clock=True), True),
         (LeaseAge(LEASE_LOST_SECONDS + 1, one_clock=True), None),
+        (LeaseAge(LEASE_LOST_SECONDS + 2, one_clock=True), None),
         (LeaseAge(LEASE_LOST_SECONDS + 3, one_clock=True), False),
         (LeaseAge(1.0, one_clock=False), True),
+        (LeaseAge(-2.0, one_clock=False), True),  # object stores keep times to the second
         (LeaseAge(-5.0, one_clock=False), None),  # its clock is ahead
         (LeaseAge(LEASE_LOST_SECONDS + 3, one_clock=False), None),  # lost, or its clock is behind
         (LeaseAge(DOUBT_SECONDS + 1, one_clock=False), False),
@@ -530,6 +555,37 @@ def test_only_an_exclusive_lock_shows_that_a_node_runs(directory_store: Store) -
     reader.close()
     path.unlink()
     assert holds_lock(run, "a") is None
+
+
+def test_a_node_of_another_machine_is_not_judged_by_a_lock_in_a_shared_directory(
+    directory_store: Store, watched: Watched
+) -> None:
+    run = new_run(directory_store)
+    lock = NodeDirectory.create(run, "a").lock
+    aged(run, a_lease("a"), 3600)
+    assert holds_lock(run, "a") is True
+    assert states_now([run], watched) == ["interrupted"]
+    assert watched.names == []
+    lock.close()
+
+
+def test_at_one_look_the_leases_in_a_bucket_have_the_clock_that_was_asked(
+    directory_store: Store, watched: Watched
+) -> None:
+    bucket = FaultyStore(directory_store)
+    bucket.is_directory = False
+    run = Run(bucket, new_run(directory_store).name)
+    aged(run, a_lease("a"), LEASE_LOST_SECONDS + 8)
+    assert states_now([run], watched) == ["interrupted"]
+    assert watched.names == []
+    assert {key.startswith(run.folder) for operation, key in bucket.operations if operation == "list"} == {True}
+
+
+def test_a_store_that_loses_what_was_written_has_no_clock(
+    directory_store: Store, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(directory_store, "entry", lambda _: None)
+    assert store_time(directory_store) is None
 
 
 def test_the_clock_of_a_store_is_read_by_writing_to_it(directory_store: Store) -> None:
@@ -628,7 +684,9 @@ def test_a_reader_that_stays_reads_only_the_leases_that_were_renewed(directory_s
         watch.look()
         return sorted(key for operation, key in store.operations if operation == "find")
 
+    assert not watch.is_alive("a"), "nothing was looked at"
     assert read() == [run.lease_key(node) for node in "abc"]
+    assert {key for operation, key in store.operations if operation == "list"} == {run.key("nodes/")}
     assert read() == []
     aged(run, a_lease("b", 2), 5)
     assert read() == [run.lease_key("b")]

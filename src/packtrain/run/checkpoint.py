@@ -189,7 +189,7 @@ def fetch_newest(
     after a newer generation had started without it does not count: that generation removes its files.
     """
     refused: list[str] = []
-    late = 0
+    has_late = False
 
     def refuse(text: str) -> None:
         complain(f"{text}; skipped")
@@ -201,7 +201,7 @@ def fetch_newest(
         except (CorruptCheckpoint, Mistake) as error:
             if _is_late(run, checkpoint):
                 complain(f"{error}; its commit came after a newer generation had started without it; skipped")
-                late += 1
+                has_late = True
             else:
                 refuse(str(error))
         else:
@@ -213,7 +213,7 @@ def fetch_newest(
         _empty(directory)  # the next one must not be mixed with files of this one
     if refused:
         raise Mistake(f"none of the {len(refused)} checkpoints of {run.name} can be used: {refused[0]}")
-    if late:
+    if has_late:
         complain(f"{run.name} has no other checkpoint; starting from scratch")
     return None
 

@@ -309,7 +309,7 @@ def states_now(
         for index, state in zip(unfinished, found, strict=True):
             states[index] = state
     doubtful = [index for index in unfinished if states[index] is None]
-    watched = dict(zip(doubtful, watch([runs[index] for index in doubtful]), strict=True)) if doubtful else {}
+    watched = dict(zip(doubtful, watch([runs[index] for index in doubtful]), strict=True))
     return [state or watched[index] for index, state in enumerate(states)]
 
 
