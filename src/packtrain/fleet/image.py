@@ -90,6 +90,7 @@ class ImageRequest:
     base: str | None = None
     python: str | None = None
     requirements: Path | None = None
+    target: WheelTarget = field(init=False)
 
     def __post_init__(self) -> None:
         if self.variant not in VARIANTS:
@@ -100,11 +101,9 @@ class ImageRequest:
             raise Mistake("--variant jetson: Jetson is linux/arm64; pass --platform linux/arm64")
         if self.base is not None and not _BASE.fullmatch(self.base):
             raise Mistake(f"--base {quoted(self.base)}: must be an image, such as python:3.12-slim@sha256:...")
-
-    @property
-    def target(self) -> WheelTarget:
         default = _JETSON_PYTHON if self.variant == "jetson" else WheelTarget.python
-        return WheelTarget(self.python or default, PLATFORMS[self.platform], VARIANTS[self.variant])
+        target = WheelTarget(self.python or default, PLATFORMS[self.platform], VARIANTS[self.variant])
+        object.__setattr__(self, "target", target)  # the class is frozen
 
     @property
     def base_image(self) -> str:
