@@ -23,7 +23,7 @@ demo: $(VENV)/train
 	@$(BIN)/packtrain predict en-de $(NEW) | sed 's/^/  /'
 
 quick: $(VENV)/test
-	$(PYTEST) -m quick
+	$(PYTEST) -m quick $(PYTEST_OPTIONS)
 
 test: $(VENV)/test
 	@$(MAKE) --no-print-directory --jobs 2 lint local
@@ -31,7 +31,7 @@ test: $(VENV)/test
 # Installing packages waits for disk and network, and building does not.
 test-system: $(VENV)/dev
 	@$(MAKE) --no-print-directory --jobs 3 parts
-	$(PYTEST) -m system --durations 20
+	$(PYTEST) -m system $(PYTEST_OPTIONS)
 
 lint: $(VENV)/test
 	@$(BIN)/ruff check --quiet
