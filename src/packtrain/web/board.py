@@ -214,18 +214,15 @@ class Board:
                 raise errors[0]
 
     def _is_due(self, listed: ListedRun, stamps: dict[str, tuple[int, ...]] | None, shown: Collection[str]) -> bool:
-        now = time.monotonic()
+        is_always_due = not listed.is_read or listed.is_busy or listed.run.name in shown
         if stamps is not None:
             stamp = stamps[listed.run.name]
             # A time may be too coarse to tell two changes apart: what changed lately is looked at again.
-            is_fresh = stamp and time.time() - max(stamp) / 1e9 < 3
-            is_due = not listed.is_read or listed.is_busy or listed.stamp != stamp or bool(is_fresh)
-            listed.stamp = stamp
-            return is_due
-        seconds = (
-            0.0 if listed.is_busy or listed.run.name in shown else _TURN_SECONDS if listed.result else _QUIET_SECONDS
-        )
-        return not listed.is_read or now - listed.looked >= seconds
+            is_fresh = bool(stamp) and time.time() - max(stamp) / 1e9 < 3
+            is_changed, listed.stamp = listed.stamp != stamp, stamp
+            return is_always_due or is_changed or is_fresh
+        seconds = _TURN_SECONDS if listed.result else _QUIET_SECONDS
+        return is_always_due or time.monotonic() - listed.looked >= seconds
 
     def _refresh(self, listed: ListedRun) -> PacktrainError | None:
         """Read a run's row anew; return the error if the store is away."""
