@@ -23,6 +23,7 @@ from collections.abc import Callable
 from functools import cache
 from typing import Any
 
+import hypothesis
 import pytest
 
 from parts import arm64, azure, ceph, containers, hosts, kubernetes, mpi, slurm, sshd
@@ -108,12 +109,18 @@ needs_transformers = _package("transformers")
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
-    parser.addoption("--shuffle", type=int, metavar="SEED", help="Run the files in a random order.")
+    shuffle = "Run the files in a random order, and draw random examples."
+    parser.addoption("--shuffle", type=int, metavar="SEED", help=shuffle)
 
 
 def pytest_configure(config: pytest.Config) -> None:
     for tier in TIERS:
         config.addinivalue_line("markers", f"{tier}: see tests/parts/tiers.py")
+    # A busy machine may draw and try an example slowly. Without a seed, every run tries the same examples.
+    is_random = config.getoption("shuffle") is not None or config.getoption("hypothesis_seed") is not None
+    slow = [hypothesis.HealthCheck.too_slow]
+    hypothesis.settings.register_profile("tests", deadline=None, derandomize=not is_random, suppress_health_check=slow)
+    hypothesis.settings.load_profile("tests")
     sys.addaudithook(_guard)
     socket.socket.listen = _listen  # type: ignore[assignment, method-assign]  # Python has no event for it
 
