@@ -321,21 +321,6 @@ def test_an_exported_model_is_evaluated_without_torch_as_the_run_is(
     assert found["examples"] == trained["examples"]
 
 
-@pytest.mark.usefixtures("processes")
-def test_images_are_evaluated_without_torch(tmp_path: Path) -> None:
-    job, paths = small_job("classify", tmp_path)
-    run = packed_run(tmp_path, job)
-    commit_model(run, tmp_path, 10)
-    export_run(run, tmp_path / "model", ExportOptions(), lambda _: None)
-    command = ["model/", *(word for path in paths for word in ("--data", path)), "--json"]
-    done = subprocess.run([sys.executable, "-c", WITHOUT_TORCH, *command], cwd=tmp_path, capture_output=True, text=True)
-    assert done.returncode == 0, done.stderr
-    found = {name: score["value"] for name, score in json.loads(done.stdout)["scores"].items()}
-    [trained] = evaluated(run_subject(run))
-    # Pillow resizes images a little differently.
-    assert found == pytest.approx(values(trained), abs=0.05)
-
-
 def test_an_exported_model_finds_its_splits_in_the_store_of_its_run(exported: Path, command: Call) -> None:
     code, out, _ = command(str(exported), "--against", "greetings-1")
     assert code == 0

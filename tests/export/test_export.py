@@ -4,25 +4,20 @@ import json
 import subprocess
 import sys
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
 import yaml
-from PIL import Image
 
 from pack.corpus import job_of
-from packtrain.data.pack import Pack
 from packtrain.errors import Mistake, NotFound
 from packtrain.export.export import ExportOptions, TooFar, export_run, home_job
 from packtrain.export.model import CARD, MANIFEST, is_model, read_model
 from packtrain.export.predict import load_model
-from packtrain.recipes import Recipe, recipe_class
 from packtrain.recipes.decode import TorchText
 from packtrain.recipes.recipe import Decoding
 from packtrain.run.run import Run
 from parts.models import commit_model, packed_run
-from recipes.small import SMALL
 
 
 @pytest.fixture
@@ -54,35 +49,6 @@ def test_an_exported_model_answers_as_the_run_does(run: Run, tmp_path: Path) -> 
     [parity] = model.manifest.parity
     assert (parity.metric, parity.split, parity.samples) == ("bleu", "valid", 5)
     assert parity.exported == pytest.approx(parity.trained, abs=parity.tolerance)
-
-
-@pytest.mark.usefixtures("training")
-@pytest.mark.parametrize("recipe", ["caption", "chat", "classify"])  # translate: above, and in test_onnx.py
-def test_every_recipe_goes_home_and_says_the_same(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, recipe: str) -> None:
-    monkeypatch.setenv("PACKTRAIN_CACHE", str(tmp_path / "cache"))
-    made: list[Run] = []
-
-    def make(**changes: Any) -> Recipe:
-        job = job_of(tmp_path, **changes)
-        made.append(packed_run(tmp_path, job))
-        return recipe_class(recipe)(job, Pack(made[0].store, made[0].pack_name(), tmp_path / "cache"))
-
-    SMALL[recipe](make, tmp_path)
-    [run] = made
-    commit_model(run, tmp_path, 10)
-    export(run, tmp_path / "model", form="onnx")
-    model, trained = read_model(tmp_path / "model"), load_model(run)
-    if trained.recipe.inputs == "images":
-        Image.new("RGB", (60, 40), (200, 30, 90)).save(tmp_path / "image.png")
-        inputs = [str(tmp_path / "image.png")] * 2
-    else:
-        inputs = ["good morning", "how are you today"]
-    expected = trained.recipe.predict(trained.model, inputs, trained.recipe.decoding)
-    found = model.recipe.predict(model.network(1), inputs, model.recipe.decoding)
-    assert [made.text for made in found] == [made.text for made in expected]
-    assert (tmp_path / "model" / "model.safetensors").exists() == (trained.recipe.inputs == "images")
-    [parity] = model.manifest.parity
-    assert parity.exported == pytest.approx(parity.trained, rel=0.01)
 
 
 def test_the_card_has_front_matter_and_says_where_the_model_comes_from(run: Run, tmp_path: Path) -> None:

@@ -40,7 +40,7 @@ def test_emoji_are_described_better_than_by_the_most_common_caption(make_recipe:
         train={
             "duration": f"{STEPS} steps",
             "batch": "32 samples",
-            "size": 48,
+            "size": 32,
             "min_scale": 0.6,
             "optimizer": {"adam": {"betas": [0.9, 0.98]}},
             "schedule": {"cosine": {"peak": 0.003, "warmup": "20 steps"}},

@@ -20,7 +20,7 @@ from recipes.ngrams import bigram_perplexity, unigram_perplexity
 MakeRecipe = Callable[..., Recipe]
 
 CHITCHAT = Path(__file__).parent.parent.parent / "examples" / "data" / "chitchat"
-STEPS = 600
+STEPS = 400
 
 
 def conversations(split: str, count: int) -> list[tuple[str, str]]:
@@ -35,17 +35,17 @@ def rows_of(column: object) -> list[list[int]]:
 
 @pytest.mark.usefixtures("training")
 def test_perplexity_is_lower_than_that_of_unigrams_and_bigrams(make_recipe: MakeRecipe, tmp_path: Path) -> None:
-    train = write_pairs(tmp_path / "train.tsv", conversations("train", 16_000))
+    train = write_pairs(tmp_path / "train.tsv", conversations("train", 6_000))
     valid = write_pairs(tmp_path / "valid.tsv", conversations("valid", 400))
     recipe = make_recipe(
         recipe="chat",
         data={"train": [{"dialogue": train}], "valid": [{"dialogue": valid}], "vocabulary": 1000},
-        model={"size": "tiny", "width": 64, "feedforward": 256, "encoder_layers": 1, "decoder_layers": 1},
+        model={"size": "tiny", "width": 48, "feedforward": 128, "encoder_layers": 1, "decoder_layers": 1},
         train={
             "duration": f"{STEPS} steps",
-            "batch": "800 tokens",
+            "batch": "400 tokens",
             "optimizer": {"adam": {"betas": [0.9, 0.98]}},
-            "schedule": {"noam": {"warmup": "100 steps", "peak": 0.005}},
+            "schedule": {"noam": {"warmup": "60 steps", "peak": 0.012}},
             "clip": 1.0,
             "ema": 0.95,
         },

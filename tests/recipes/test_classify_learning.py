@@ -32,14 +32,14 @@ def test_photographs_are_classified_after_160_steps(tmp_path: Path) -> None:
                 "train": [{"imagenet": str(PHOTOS / "valid.tar")}],  # the smaller one: packing takes time
                 "valid": [{"imagenet": str(PHOTOS / "train.tar")}],
             },
-            "model": "tiny",
+            "model": {"size": "tiny", "width": 16},
             "train": {
                 "duration": f"{STEPS} steps",
                 "batch": "32 samples",
                 "size": 24,
                 "min_scale": 0.7,
                 "optimizer": {"sgd": {"nesterov": True, "decay": 5e-4}},
-                "schedule": {"one_cycle": {"peak": 0.05}},
+                "schedule": {"one_cycle": {"peak": 0.1}},
                 "label_smoothing": 0.1,
                 "ema": 0.95,
             },

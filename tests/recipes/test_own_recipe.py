@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 
+from packtrain.cli import main
 from packtrain.cli.template import InitRequest, write_job
 from packtrain.errors import Mistake
 from packtrain.export.model import read_model
@@ -157,11 +158,24 @@ def test_a_run_is_shown_if_its_recipe_cannot_be_imported(example: Path) -> None:
     assert summary.description.startswith("languages:Languages small")
 
 
-PREDICT = [sys.executable, "-m", "packtrain", "predict", "languages", "zweihundertelf", "two hundred and eleven"]
+PREDICT = ["predict", "languages", "zweihundertelf", "two hundred and eleven"]
 
 
-@pytest.mark.usefixtures("processes")
-def test_the_worked_example_trains_and_predicts_on_a_machine_without_it(example: Path, tmp_path: Path) -> None:
+@pytest.mark.usefixtures("processes", "training")
+def test_the_worked_example_trains_and_predicts_on_a_machine_without_it(
+    example: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    def packtrain(*arguments: str) -> tuple[int, str, str]:
+        """Run a command in this process, which has already imported torch but none of the example's code."""
+        monkeypatch.setattr(sys, "argv", ["packtrain", *arguments])
+        capfd.readouterr()
+        try:
+            main()
+            code = 0
+        except SystemExit as ended:
+            code = int(ended.code or 0)
+        return code, *capfd.readouterr()
+
     command = [sys.executable, "-m", "packtrain", "run", str(example / "job.yaml"), "--set", "train.duration=3 epochs"]
     done = subprocess.run(command, capture_output=True, text=True, timeout=300)
     assert done.returncode == 0, done.stdout + done.stderr
@@ -170,23 +184,22 @@ def test_the_worked_example_trains_and_predicts_on_a_machine_without_it(example:
     assert result.scores["valid.accuracy"] > 90  # 50 by chance
 
     shutil.rmtree(example)
-    found = subprocess.run(PREDICT, capture_output=True, text=True, timeout=300)
-    assert found.returncode == 0, found.stderr
-    assert [line.split()[0] for line in found.stdout.splitlines()] == ["German", "English"]
+    code, out, err = packtrain(*PREDICT)
+    assert code == 0, err
+    assert [line.split()[0] for line in out.splitlines()] == ["German", "English"]
 
-    export = [sys.executable, "-m", "packtrain", "export", "languages"]
-    done = subprocess.run(export, capture_output=True, text=True, timeout=300)
-    assert (done.returncode, done.stderr) == (0, "")
+    code, _, err = packtrain("export", "languages")
+    assert (code, err) == (0, "")
     assert "| input | `" in Path("model/README.md").read_text()
     with pytest.raises(Mistake, match="is a recipe of your own; use its files with their own runtime"):
         read_model(Path("model"))
-    refused = subprocess.run([*export, "--int8"], capture_output=True, text=True, timeout=300)
-    assert (refused.returncode, refused.stderr.count("\n")) == (2, 1)
-    assert "--int8: not supported for languages:Languages" in refused.stderr
+    code, _, err = packtrain("export", "languages", "--int8")
+    assert (code, err.count("\n")) == (2, 1)
+    assert "--int8: not supported for languages:Languages" in err
 
     run = open_run(open_store("./store"), "languages")
     evil = {"languages.py": b"import pathlib; pathlib.Path('mark').touch()"}
     run.store.put(run.key("code.tar.zst"), archive(evil))
-    refused = subprocess.run(PREDICT, capture_output=True, text=True, timeout=300)
-    assert (refused.returncode, refused.stdout, Path("mark").exists()) == (2, "", False)
-    assert refused.stderr.startswith(f"packtrain: {run.name} is not what you ran before: code/languages.py,")
+    code, out, err = packtrain(*PREDICT)
+    assert (code, out, Path("mark").exists()) == (2, "", False)
+    assert err.startswith(f"packtrain: {run.name} is not what you ran before: code/languages.py,")
