@@ -48,9 +48,12 @@ def restored_process() -> Iterator[None]:
     """Put back what a benchmark sets for its process."""
     import torch
 
-    environment, threads = dict(os.environ), torch.get_num_threads()
+    environment, threads, frozen = dict(os.environ), torch.get_num_threads(), gc.get_freeze_count()
     yield
-    gc.unfreeze()
+    if gc.get_freeze_count() > frozen:
+        gc.unfreeze()
+        gc.collect()
+        gc.freeze()  # what was imported before (tiers.py)
     torch.set_num_threads(threads)
     os.environ.clear()
     os.environ.update(environment)

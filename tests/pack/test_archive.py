@@ -277,9 +277,9 @@ def test_more_members_than_fit_into_memory_are_refused(tmp_path: Path) -> None:
 def test_any_number_of_extension_headers_is_read_in_linear_time(tmp_path: Path) -> None:
     chain = b"".join(header("x", b"L", size=2) + b"a\0" + bytes(510) for _ in range(5000))
     assert contents(write(tmp_path / "a.tar", chain + member("b") + END)) == [("a", b"")]
-    records = b"".join(b"%d k%05d=v\n" % (12, number) for number in range(5000))
-    many = b"".join(extended(records, tarfile.XGLTYPE) + member(f"{number}") for number in range(200))
-    assert len(contents(write(tmp_path / "b.tar", many + END))) == 200
+    records = b"".join(b"%d k%05d=v\n" % (12, number) for number in range(80_000))
+    many = b"".join(extended(records, tarfile.XGLTYPE) + member(f"{number}") for number in range(4))
+    assert len(contents(write(tmp_path / "b.tar", many + END))) == 4
 
 
 def test_a_sparse_map_is_refused_unread(tmp_path: Path) -> None:

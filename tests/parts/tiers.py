@@ -11,6 +11,7 @@ quick, and an attempt to start a process or a server there fails the test.
 
 from __future__ import annotations
 
+import gc
 import importlib.util
 import os
 import random
@@ -19,7 +20,7 @@ import socket
 import sys
 import threading
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Generator
 from functools import cache
 from typing import Any
 
@@ -123,6 +124,17 @@ def pytest_configure(config: pytest.Config) -> None:
     hypothesis.settings.load_profile("tests")
     sys.addaudithook(_guard)
     socket.socket.listen = _listen  # type: ignore[assignment, method-assign]  # Python has no event for it
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_collection() -> Generator[None, object, object]:
+    """Search no garbage among what the files import: it takes as long as importing it, and again in every test."""
+    gc.disable()
+    try:
+        return (yield)
+    finally:
+        gc.freeze()
+        gc.enable()
 
 
 def tier_of(item: pytest.Item) -> str:

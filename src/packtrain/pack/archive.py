@@ -419,14 +419,15 @@ def _decimal(digits: bytes) -> int:
 def _parse_records(data: bytes) -> dict[bytes, bytes]:
     """Parse the records `length key=value` of an extended header."""
     records: dict[bytes, bytes] = {}
-    while data and data[0]:
-        digits, space, _ = data.partition(b" ")
-        length = int(digits) if digits.isdigit() and len(digits) <= 7 else 0
-        key, equals, value = data[len(digits) + 1 : length].partition(b"=")
-        if not space or not equals or length > len(data) or not value.endswith(b"\n"):
+    start = 0
+    while start < len(data) and data[start]:  # by position: cutting off each record would copy all others
+        digits, space, _ = data[start : start + 8].partition(b" ")
+        length = int(digits) if digits.isdigit() else 0
+        key, equals, value = data[start + len(digits) + 1 : start + length].partition(b"=")
+        if not space or not equals or start + length > len(data) or not value.endswith(b"\n"):
             raise MemberError("has a damaged extended header")
         records[key] = value[:-1]
-        data = data[length:]
+        start += length
     return records
 
 
