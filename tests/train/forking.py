@@ -5,6 +5,7 @@ Nothing is opened before the fork, and there is one thread. What a worker does i
 
 from __future__ import annotations
 
+import gc
 import json
 import os
 import signal
@@ -80,9 +81,12 @@ def _left_in(directory: Path, rank: int) -> tuple[Any, str]:
 
 
 def serve() -> None:
+    gc.disable()
     from train import workers
 
     workers.warm_up()
+    gc.freeze()  # workers do not look for garbage here, which would copy the memory that they share
+    gc.enable()
     for line in sys.stdin:
         print(json.dumps(_bring_up(**json.loads(line))), flush=True)
 

@@ -7,10 +7,12 @@ import faulthandler
 import os
 import signal
 import sys
+import tempfile
 import threading
 import time
 import traceback
 from collections.abc import Callable, Iterable, Sequence
+from contextlib import redirect_stdout
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -20,28 +22,30 @@ import psutil
 import torch
 from numpy.typing import NDArray
 from torch import Tensor, nn
+from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from packtrain.data.order import Ids
 from packtrain.job import Job
 from packtrain.recipes import Batch, EvaluationRequest, Measurement, Scores
 from packtrain.run.checkpoint import committed
-from packtrain.run.records import Point, Sample
+from packtrain.run.records import Sample
 from packtrain.run.run import Run
 from packtrain.store import open_store
 from packtrain.train import engine as engine_module
 from packtrain.train import watchdog
+from packtrain.train import world as world_module
 from packtrain.train.averaging import ENCODINGS, Averaging
 from packtrain.train.control import Control, StopSignal
 from packtrain.train.engine import Engine
 from packtrain.train.evaluator import evaluate
 from packtrain.train.progress import Progress
-from packtrain.train.recorder import Clock, encode_events
+from packtrain.train.recorder import Clock
 from packtrain.train.state import STATE_FILE
 from packtrain.train.trainer import Trainer
 from packtrain.train.world import World
 from packtrain.units import Duration
 from parts.faulty import FaultyStore
-from train.tiny import SAMPLES, WIDTH, Tiny, TinyModel, tiny_engine, tiny_job
+from train.tiny import SAMPLES, WIDTH, Tiny, TinyModel, tiny_engine, tiny_job, tiny_run
 
 
 class Plain(Tiny):
@@ -235,10 +239,18 @@ RECIPES: dict[str, Callable[[Job], Tiny]] = {
 
 
 def warm_up() -> None:
-    """Imports what is otherwise imported on the way: the children have it then."""
-
-    encode_events([Point("start", 1, 0, 0.0, {})])
-    tiny_engine()
+    """Train alone and with another that is imagined: workers share what that imports and keeps in memory."""
+    torch.set_num_threads(1)
+    with tempfile.TemporaryDirectory() as directory, redirect_stdout(sys.stderr):
+        store = open_store(directory, create=True)
+        job = tiny_job(train={"ema": 0.9}, checkpoint={"every": "2 steps"}, evaluate={"every": "3 steps"})
+        train_and_die(store.url, tiny_run(store, job).name, f"{directory}/control")
+    torch.distributed.init_process_group("fake", store=FakeStore(), rank=0, world_size=2)
+    for kind in ("ddp", "fsdp"):
+        job, world = tiny_job(train={"exchange": {kind: {}}}), World(0, 2)
+        engine = Engine(Plain(job), job.train, world)
+    _make_step(engine, world, Plain(job), 0)
+    torch.distributed.destroy_process_group()
 
 
 def here() -> World:
@@ -290,6 +302,7 @@ def train(
     store: str, run: str, control: str, generation: int = 1, recipe: str = "tiny", stop_at: int = 0, die_at: int = 0
 ) -> dict[str, Any]:
     """A worker as it should be, in steps of this life: the first rank is told to go in one, the last dies in one."""
+    world_module._MAX_LINK_BYTES = 0  # how much loopback can carry tells nothing
     world, notice = here(), StopSignal().listen()
     clock = Clock()
     if stop_at and world.is_first:

@@ -200,6 +200,9 @@ class PartReport:
     failure: str = ""
 
 
+_PART_REPORT = TypeAdapter(PartReport)
+
+
 class BackgroundCommitter:
     """Commits one snapshot at a time in a thread; a newer snapshot replaces one that is still waiting.
 
@@ -337,7 +340,7 @@ class BackgroundCommitter:
         """Wait for a rank's files; raise PartNotSaved if there will be none."""
         while not self._abandoned and time.monotonic() < self._listens_until:
             if (told := self._world.told(_subject(part, rank))) is not None:
-                report = TypeAdapter(PartReport).validate_json(told)
+                report = _PART_REPORT.validate_json(told)
                 if report.failure:
                     raise PartNotSaved(f"rank {rank} did not save its part: {report.failure}")
                 return report.files

@@ -18,6 +18,7 @@ from packtrain.train.world import StopRequested, World
 
 _ABANDONED = b""  # what a rank sends if a stop interrupted its part; a measurement is never empty
 _NONE = np.zeros(0, np.int64)
+_MEASUREMENT, _SCORES = TypeAdapter(Measurement), TypeAdapter(Scores)
 
 
 @dataclass(frozen=True, eq=False)
@@ -107,12 +108,12 @@ class Evaluator:
         # The other ranks may need much longer: what follows is not this rank's hang.
         self._before_waiting()
         gathered = self._world.gather(part)
-        return None if _ABANDONED in gathered else [TypeAdapter(Measurement).validate_json(data) for data in gathered]
+        return None if _ABANDONED in gathered else [_MEASUREMENT.validate_json(data) for data in gathered]
 
     def _scores(self, split: str, decoded: Ids, parts: Sequence[Measurement]) -> Scores:
         """Score on the first rank for all: comparing outputs with a corpus takes a while."""
         if not self._world.is_first:
-            return TypeAdapter(Scores).validate_json(self._world.share(b""))
+            return _SCORES.validate_json(self._world.share(b""))
         scores = self._recipe.score(split, decoded, parts)
         self._world.share(json.dumps(asdict(scores)).encode())
         return scores
