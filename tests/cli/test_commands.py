@@ -6,7 +6,9 @@ import json
 import math
 import subprocess
 import sys
+from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 from importlib.metadata import version
 from pathlib import Path
 
@@ -17,12 +19,12 @@ from typer.models import CommandInfo
 from typer.testing import CliRunner
 
 import packtrain as pt
-from packtrain.cli import app, asked_for
+from packtrain.cli import app, asked_for, main
 from packtrain.cli.common import hints
 from packtrain.errors import NotFound
 from packtrain.run import liveness
 from packtrain.run.checkpoint import commit
-from packtrain.run.liveness import node_directory
+from packtrain.run.liveness import node_directory, watch_states
 from packtrain.run.records import LogLine, Result
 from packtrain.run.sweeps import Sweep, SweepPlan, Trial
 from packtrain.start import load
@@ -33,9 +35,25 @@ from parts.s3 import S3Server, fresh_location
 EXAMPLES = Path(__file__).parent.parent.parent / "examples"
 
 
-def packtrain(*arguments: str, cwd: Path) -> subprocess.CompletedProcess[str]:
-    command = [sys.executable, "-m", "packtrain", *arguments]
-    return subprocess.run(command, cwd=cwd, capture_output=True, text=True, timeout=120)
+Packtrain = Callable[..., subprocess.CompletedProcess[str]]
+
+
+@pytest.fixture
+def packtrain(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Packtrain:
+    """Call `packtrain` in this process, which has already imported what the command needs."""
+    monkeypatch.chdir(tmp_path)
+
+    def call(*arguments: str) -> subprocess.CompletedProcess[str]:
+        monkeypatch.setattr(sys, "argv", ["packtrain", *arguments])
+        capsys.readouterr()
+        try:
+            main()
+            code = 0
+        except SystemExit as ended:
+            code = int(ended.code or 0)
+        return subprocess.CompletedProcess(arguments, code, *capsys.readouterr())
+
+    return call
 
 
 def assert_refused(done: subprocess.CompletedProcess[str], code: int, *words: str) -> None:
@@ -64,7 +82,6 @@ def test_every_example_job_loads(job: Path) -> None:
     assert load(job).job.name
 
 
-@pytest.mark.usefixtures("processes")
 @pytest.mark.parametrize(
     ("change", "words"),
     [
@@ -79,9 +96,9 @@ def test_every_example_job_loads(job: Path) -> None:
     ],
 )
 def test_a_wrong_job_is_refused_in_one_line_and_nothing_is_started(
-    change: str, words: tuple[str, ...], tmp_path: Path
+    change: str, words: tuple[str, ...], packtrain: Packtrain, tmp_path: Path
 ) -> None:
-    done = packtrain("run", str(EXAMPLES / "translate.yaml"), "--set", change, cwd=tmp_path)
+    done = packtrain("run", str(EXAMPLES / "translate.yaml"), "--set", change)
     assert_refused(done, 2, *words)
     assert not (tmp_path / "store" / "runs").exists()
 
@@ -107,18 +124,17 @@ def test_the_package_lists_its_interface_and_nothing_else() -> None:
     assert all(hasattr(pt, name) for name in pt.__all__)
 
 
-@pytest.mark.usefixtures("processes")
-def test_a_missing_script_is_refused(tmp_path: Path) -> None:
+def test_a_missing_script_is_refused(packtrain: Packtrain, tmp_path: Path) -> None:
     (tmp_path / "job.yaml").write_text("name: mine\nprogram: [trian.py]\n")
-    assert_refused(packtrain("run", "job.yaml", cwd=tmp_path), 2, "job.yaml:2: program: ", "there is no file")
+    assert_refused(packtrain("run", "job.yaml"), 2, "job.yaml:2: program: ", "there is no file")
     assert not (tmp_path / "store" / "runs").exists()
 
 
 @pytest.mark.usefixtures("processes")
-def test_a_dry_run_lists_the_code_and_the_commands_and_writes_nothing(tmp_path: Path) -> None:
+def test_a_dry_run_lists_the_code_and_the_commands_and_writes_nothing(packtrain: Packtrain, tmp_path: Path) -> None:
     files = {"train.py": b"print(1)", ".env": b"KEY=1", "job.yaml": b"name: mine\nprogram: [train.py]\n"}
     write_files(tmp_path, files)
-    done = packtrain("run", "job.yaml", "--dry-run", cwd=tmp_path)
+    done = packtrain("run", "job.yaml", "--dry-run")
     assert (done.returncode, done.stderr) == (0, "")
     *listed, command = done.stdout.splitlines()
     assert listed == [
@@ -130,38 +146,38 @@ def test_a_dry_run_lists_the_code_and_the_commands_and_writes_nothing(tmp_path: 
 
 
 @pytest.mark.usefixtures("processes")
-def test_code_with_a_secret_is_refused_before_anything_is_written(tmp_path: Path) -> None:
+def test_code_with_a_secret_is_refused_before_anything_is_written(packtrain: Packtrain, tmp_path: Path) -> None:
     key = "AKIA" + "Q7" * 8
     write_files(tmp_path, {"train.py": f"key = '{key}'".encode(), "job.yaml": b"name: mine\nprogram: [train.py]\n"})
-    done = packtrain("run", "job.yaml", cwd=tmp_path)
+    done = packtrain("run", "job.yaml")
     assert_refused(done, 2, "train.py: contains an AWS access key", ".packtrainignore")
     assert not (tmp_path / "store").exists()
 
 
 def test_a_store_that_ignores_put_if_absent_is_refused_for_two_machines(
-    tmp_path: Path, rclone_server: S3Server, monkeypatch: pytest.MonkeyPatch
+    packtrain: Packtrain, tmp_path: Path, rclone_server: S3Server, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     rclone_server.enter(monkeypatch)
     (tmp_path / "train.py").write_text("print(1)")
     (tmp_path / "job.yaml").write_text(
         f"name: mine\nprogram: [train.py]\nstore: {fresh_location()}\nfleet: {{local: {{machines: 2}}}}\n"
     )
-    assert_refused(packtrain("run", "job.yaml", cwd=tmp_path), 2, "store", "ignores put-if-absent")
+    assert_refused(packtrain("run", "job.yaml"), 2, "store", "ignores put-if-absent")
 
 
-@pytest.mark.usefixtures("processes")
 @pytest.mark.parametrize("verb", ["show", "logs", "stop", "resume", "report"])
-def test_verbs_exit_with_102_where_there_is_no_run(verb: str, directory_store: Store, tmp_path: Path) -> None:
-    assert_refused(packtrain(verb, "nobody", "--store", directory_store.url, cwd=tmp_path), 102, "no runs in")
+def test_verbs_exit_with_102_where_there_is_no_run(verb: str, directory_store: Store, packtrain: Packtrain) -> None:
+    assert_refused(packtrain(verb, "nobody", "--store", directory_store.url), 102, "no runs in")
 
 
-@pytest.mark.usefixtures("processes")
-def test_stopping_a_run_without_machines_keeps_its_last_committed_step(directory_store: Store, tmp_path: Path) -> None:
+def test_stopping_a_run_without_machines_keeps_its_last_committed_step(
+    directory_store: Store, packtrain: Packtrain, tmp_path: Path
+) -> None:
     run = new_run(directory_store, recipe_job())
     run.propose(a_generation(1, "a"))
     run.renew(replace(a_lease("a", 3), left=True, used_seconds=90.0))
     commit(run, 5000, 1, None, write_files(tmp_path, {"weights": b"w"}))
-    done = packtrain("stop", run.name, "--store", directory_store.url, cwd=tmp_path)
+    done = packtrain("stop", run.name, "--store", directory_store.url)
     assert (done.returncode, done.stderr) == (0, "")
     assert "stopped at step 5,000" in done.stdout
     result = run.result()
@@ -169,7 +185,10 @@ def test_stopping_a_run_without_machines_keeps_its_last_committed_step(directory
     assert (result.step, result.seconds) == (5000, 90.0)
 
 
-def test_stopping_a_run_without_machines_from_python_ends_it(directory_store: Store) -> None:
+def test_stopping_a_run_without_machines_from_python_ends_it(
+    directory_store: Store, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(liveness, "watch_states", partial(watch_states, seconds=0.1))
     run = new_run(directory_store, recipe_job())
     run.propose(a_generation(1, "a"))
     run.renew(replace(a_lease("a", 3), left=True))
@@ -183,35 +202,35 @@ def test_stopping_a_run_without_machines_from_python_ends_it(directory_store: St
     assert run.stop_request() is not None
 
 
-@pytest.mark.usefixtures("processes")
 @pytest.mark.parametrize("command", ["run", "resume"])
-def test_foreground_and_detach_exclude_each_other(command: str, tmp_path: Path) -> None:
-    done = packtrain(command, "job", "--foreground", "--detach", cwd=tmp_path)
+def test_foreground_and_detach_exclude_each_other(command: str, packtrain: Packtrain) -> None:
+    done = packtrain(command, "job", "--foreground", "--detach")
     assert_refused(done, 2, "--foreground", "--detach", "use one of them")
 
 
-@pytest.mark.usefixtures("processes")
-def test_a_slurm_job_in_the_foreground_is_refused_before_anything_is_created(tmp_path: Path) -> None:
+def test_a_slurm_job_in_the_foreground_is_refused_before_anything_is_created(
+    packtrain: Packtrain, tmp_path: Path
+) -> None:
     change = ("--set", "fleet={slurm: {machines: 1}}", "--foreground")
-    done = packtrain("run", str(EXAMPLES / "translate.yaml"), *change, cwd=tmp_path)
+    done = packtrain("run", str(EXAMPLES / "translate.yaml"), *change)
     assert_refused(done, 2, "omit --foreground")
     assert not (tmp_path / "store").exists()
 
 
-@pytest.mark.usefixtures("processes")
-def test_listing_an_empty_store_says_how_to_start_a_run(directory_store: Store, tmp_path: Path) -> None:
+def test_listing_an_empty_store_says_how_to_start_a_run(directory_store: Store, packtrain: Packtrain) -> None:
     where = ("--store", directory_store.url)
-    done = packtrain("ls", *where, cwd=tmp_path)
+    done = packtrain("ls", *where)
     assert (done.returncode, done.stderr) == (0, "")
     assert "packtrain run JOB" in done.stdout
-    assert packtrain("ls", "--json", *where, cwd=tmp_path).stdout.strip() == "[]"
+    assert packtrain("ls", "--json", *where).stdout.strip() == "[]"
 
 
-@pytest.mark.usefixtures("processes")
 @pytest.mark.parametrize("verb", ["ls", "show", "logs", "stop", "resume", "report"])
-def test_a_directory_that_is_not_a_store_is_not_taken_for_an_empty_one(verb: str, tmp_path: Path) -> None:
+def test_a_directory_that_is_not_a_store_is_not_taken_for_an_empty_one(
+    verb: str, packtrain: Packtrain, tmp_path: Path
+) -> None:
     (tmp_path / "store").mkdir()  # as a mount point without its mount
-    assert_refused(packtrain(verb, cwd=tmp_path), 102, "no store here", "check the path and its mount")
+    assert_refused(packtrain(verb), 102, "no store here", "check the path and its mount")
     assert list((tmp_path / "store").iterdir()) == []
 
 
@@ -245,12 +264,11 @@ def test_a_damaged_run_does_not_hide_the_others(directory_store: Store, name: st
     assert name in next(row["reason"] for row in rows if row["state"] == "?")
 
 
-@pytest.mark.usefixtures("processes")
 @pytest.mark.parametrize("verb", ["show", "logs", "stop", "report"])
-def test_a_verb_on_a_damaged_run_says_so_in_one_line(directory_store: Store, verb: str, tmp_path: Path) -> None:
+def test_a_verb_on_a_damaged_run_says_so_in_one_line(directory_store: Store, verb: str, packtrain: Packtrain) -> None:
     run = new_run(directory_store)
     directory_store.put(run.key("result.json"), b'{"status": "finished", "reason": "", "step": 1e99, "seconds": 1}')
-    done = packtrain(verb, run.name, "--store", directory_store.url, cwd=tmp_path)
+    done = packtrain(verb, run.name, "--store", directory_store.url)
     assert_refused(done, 100, "result.json of run job-1", "is damaged, or from another version (field step)")
 
 
@@ -289,14 +307,13 @@ def test_a_sweep_has_a_report_in_the_same_forms(directory_store: Store, tmp_path
     assert (tmp_path / "s.html").read_text().startswith("<!doctype html>")
 
 
-@pytest.mark.usefixtures("processes")
-def test_a_report_that_cannot_be_written_is_refused_in_one_line(directory_store: Store, tmp_path: Path) -> None:
+def test_a_report_that_cannot_be_written_is_refused_in_one_line(
+    directory_store: Store, packtrain: Packtrain, tmp_path: Path
+) -> None:
     place = ("report", new_run(directory_store).name, "--store", directory_store.url)
     missing = str(tmp_path / "nowhere" / "report.html")
-    assert_refused(
-        packtrain(*place, "-o", missing, cwd=tmp_path), 2, "nowhere/report.html: cannot write it: No such file"
-    )
-    assert_refused(packtrain(*place, "--markdown", "--json", cwd=tmp_path), 2, "pass one of them")
+    assert_refused(packtrain(*place, "-o", missing), 2, "nowhere/report.html: cannot write it: No such file")
+    assert_refused(packtrain(*place, "--markdown", "--json"), 2, "pass one of them")
 
 
 def test_logs_say_why_they_are_empty(directory_store: Store) -> None:
@@ -331,10 +348,9 @@ def test_a_node_needs_at_least_one_worker(workers: str, directory_store: Store) 
     assert (done.exit_code, run.leases()) == (2, [])
 
 
-@pytest.mark.usefixtures("processes")
-def test_attaching_to_a_machine_that_is_not_in_the_run_is_refused(directory_store: Store, tmp_path: Path) -> None:
+def test_attaching_to_a_machine_that_is_not_in_the_run_is_refused(directory_store: Store, packtrain: Packtrain) -> None:
     run = new_run(directory_store)
-    done = packtrain("attach", run.name, "gpu-a", "--store", directory_store.url, cwd=tmp_path)
+    done = packtrain("attach", run.name, "gpu-a", "--store", directory_store.url)
     assert_refused(done, 2, "job-1: no machine 'gpu-a'", "omit the name")
 
 
@@ -352,22 +368,21 @@ def test_attaching_says_where_one_is(directory_store: Store, tmp_path: Path, mon
     run = new_run(directory_store)
     run.renew(a_lease("a"))
     node_directory(run, "a").mkdir(parents=True)
-    done = packtrain("attach", run.name, "--store", directory_store.url, cwd=tmp_path)
+    command = [sys.executable, "-m", "packtrain", "attach", run.name, "--store", directory_store.url]
+    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True)
     assert done.stdout == f"{node_directory(run, 'a')}\n"
     assert "Attaching to job-1 on " in done.stderr
     assert f"in {node_directory(run, 'a')}." in done.stderr
 
 
-@pytest.mark.usefixtures("processes")
-def test_an_unknown_verb_exits_with_2(tmp_path: Path) -> None:
-    done = packtrain("trian", cwd=tmp_path)
+def test_an_unknown_verb_exits_with_2(packtrain: Packtrain) -> None:
+    done = packtrain("trian")
     assert done.returncode == 2
     assert "trian" in done.stderr
 
 
-@pytest.mark.usefixtures("processes")
-def test_the_version_option_prints_the_version_of_the_package(tmp_path: Path) -> None:
-    assert packtrain("--version", cwd=tmp_path).stdout == f"packtrain {version('packtrain')}\n"
+def test_the_version_option_prints_the_version_of_the_package(packtrain: Packtrain) -> None:
+    assert packtrain("--version").stdout == f"packtrain {version('packtrain')}\n"
 
 
 def test_stopping_a_run_that_has_ended_says_so(directory_store: Store) -> None:
@@ -398,12 +413,11 @@ def test_hints_name_the_store_only_where_it_is_not_the_default(
     assert hints(run, "follow", "stop") == ["  follow:  packtrain follow job-1", "  stop:    packtrain stop job-1"]
 
 
-@pytest.mark.usefixtures("processes")
 def test_the_help_of_every_verb_has_a_first_sentence_that_fits_80_columns(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    packtrain: Packtrain, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("COLUMNS", "80")
-    assert "..." not in packtrain("--help", cwd=tmp_path).stdout.partition("Commands:")[2]
+    assert "..." not in packtrain("--help").stdout.partition("Commands:")[2]
 
 
 def test_only_the_command_that_is_asked_for_is_built() -> None:
@@ -420,8 +434,7 @@ def test_a_command_that_takes_the_context_sees_all_commands(monkeypatch: pytest.
     assert asked_for(["complete"]) is app
 
 
-@pytest.mark.usefixtures("processes")
-def test_help_names_every_verb(tmp_path: Path) -> None:
-    text = packtrain("--help", cwd=tmp_path).stdout
+def test_help_names_every_verb(packtrain: Packtrain) -> None:
+    text = packtrain("--help").stdout
     for verb in ("init", "pack", "run", "resume", "ls", "show", "logs", "stop", "report", "predict", "node"):
         assert f"\n  {verb}" in text

@@ -5,6 +5,7 @@ from __future__ import annotations
 import sys
 import threading
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Literal
 
@@ -25,6 +26,8 @@ from packtrain.cli.follow import (
 from packtrain.errors import EXIT_ALREADY_JOINED, EXIT_DONE, EXIT_STOPPED, EXIT_UNFINISHED, NotFinished
 from packtrain.fleet import Machine
 from packtrain.fleet.local import LocalFleet, start_process
+from packtrain.run import liveness
+from packtrain.run.liveness import watch_states
 from packtrain.run.records import Event, LogLine, Point, Result
 from packtrain.run.run import Run
 from packtrain.store import Store, StoreError
@@ -165,6 +168,7 @@ def test_a_store_that_is_away_during_the_summary_does_not_make_a_finished_run_a_
     run = new_run(directory_store)
     run.finish(Result("finished", "reached 10 steps", 10, 1.0))
     monkeypatch.setattr("packtrain.cli.follow.write_report", away)
+    monkeypatch.setattr("packtrain.cli.follow.LEASE_LOST_SECONDS", 0.0)  # that it waits for a machine's report
     with pytest.raises(NotFinished, match="does not answer"):
         follow(run, [], foreground=False)
 
@@ -340,8 +344,9 @@ def test_a_run_that_has_ended_shows_its_end(directory_store: Store, capsys: pyte
 
 
 def test_a_run_without_machines_shows_its_end_and_how_to_resume_it(
-    directory_store: Store, capsys: pytest.CaptureFixture[str]
+    directory_store: Store, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
+    monkeypatch.setattr(liveness, "watch_states", partial(watch_states, seconds=0.1))
     run = new_run(directory_store)
     run.renew(a_lease("a", left=True))
     assert follow(run, [], foreground=False) == EXIT_UNFINISHED

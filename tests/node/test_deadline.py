@@ -205,6 +205,7 @@ def test_a_second_node_does_not_shut_down_the_machine_of_the_first(
     run = new_run(directory_store, recipe_job(fleet={"local": {"power_off": True}}))
     switched_off: list[bool] = []
     monkeypatch.setattr(preemption, "switch_off", switched_off.append)
+    monkeypatch.setattr(NodeSlot.__init__, "__defaults__", (0.0,))  # that it waits for the first
     first = NodeSlot(run)
     ended = CliRunner().invoke(app, ["node", run.name, "--store", run.store.url, "--trust-code"])
     first.close()

@@ -70,7 +70,7 @@ def test_workers_keep_running_when_the_store_refuses_a_request(
     cluster = make(1, 0)
     store = FaultyStore(directory_store)
     store.url = directory_store.url
-    node = cluster.add(store, time.monotonic)
+    node = cluster.add(store, lambda: 20 * time.monotonic())
     working = threading.Thread(target=node.work)
     working.start()
     try:
