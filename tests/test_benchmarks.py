@@ -5,7 +5,6 @@ What a benchmark measures is made up here, except for a few contenders that need
 
 from __future__ import annotations
 
-import gc
 import gzip
 import json
 import os
@@ -48,12 +47,8 @@ def restored_process() -> Iterator[None]:
     """Put back what a benchmark sets for its process."""
     import torch
 
-    environment, threads, frozen = dict(os.environ), torch.get_num_threads(), gc.get_freeze_count()
+    environment, threads = dict(os.environ), torch.get_num_threads()
     yield
-    if gc.get_freeze_count() > frozen:
-        gc.unfreeze()
-        gc.collect()
-        gc.freeze()  # what was imported before (tiers.py)
     torch.set_num_threads(threads)
     os.environ.clear()
     os.environ.update(environment)
