@@ -12,9 +12,7 @@ from contextlib import suppress
 from pathlib import Path
 
 import pytest
-from typer.testing import CliRunner, Result
 
-from packtrain.cli import app
 from packtrain.errors import NotFound
 from packtrain.node.telemetry import rank_of
 from packtrain.run.checkpoint import committed
@@ -37,7 +35,7 @@ data:
 model: {{size: tiny, width: 32, heads: 2, feedforward: 64, encoder_layers: 1, decoder_layers: 1, dropout: 0.1}}
 train:
   duration: {STEPS} steps
-  batch: 600 tokens
+  batch: 200 tokens
   schedule: {{noam: {{warmup: 10 steps, peak: 0.003}}}}
   label_smoothing: 0.1
   ema: 0.9
@@ -77,11 +75,6 @@ def start(sandbox: Sandbox, *arguments: str) -> subprocess.Popen[bytes]:
     with (sandbox.directory / "output.txt").open("wb") as output:
         command = [sys.executable, "-m", "packtrain", *arguments]
         return subprocess.Popen(command, cwd=sandbox.directory, env=sandbox.environment, stdout=output, stderr=output)
-
-
-def here(sandbox: Sandbox, *arguments: str) -> Result:
-    """Run a command that only reads, in this process."""
-    return CliRunner().invoke(app, [*arguments, "--store", sandbox.store])
 
 
 def wait_for_commit(sandbox: Sandbox, generation: int) -> None:
@@ -146,12 +139,12 @@ def test_the_last_two_checkpoints_and_the_best_are_kept(uninterrupted: Sandbox) 
 
 
 def test_show_ls_and_logs_read_the_run(uninterrupted: Sandbox) -> None:
-    shown = json.loads(here(uninterrupted, "show", "--json").stdout)
+    shown = json.loads(uninterrupted.here("show", "--json").stdout)
     assert (shown["run"], shown["state"], shown["step"]) == ("small-1", "finished", STEPS)
     assert {"generation", "checkpoint", "machine"} <= {event["kind"] for event in shown["events"]}
-    assert [one["run"] for one in json.loads(here(uninterrupted, "ls", "--json").stdout)] == ["small-1"]
-    assert "small-1" in here(uninterrupted, "ls").stdout
-    logs = here(uninterrupted, "logs", "small", "--rank", "0").stdout
+    assert [one["run"] for one in json.loads(uninterrupted.here("ls", "--json").stdout)] == ["small-1"]
+    assert "small-1" in uninterrupted.here("ls").stdout
+    logs = uninterrupted.here("logs", "small", "--rank", "0").stdout
     assert "checkpoint: committed" in logs
     assert all(line.startswith("[rank 0]") for line in logs.splitlines())
 
@@ -175,8 +168,8 @@ def test_tensorboard_reads_the_losses(uninterrupted: Sandbox) -> None:
 
 
 def test_the_model_translates(uninterrupted: Sandbox) -> None:
-    done = uninterrupted.packtrain("predict", "small", "Open the file.", "", "--json")
-    assert done.returncode == 0, done.stderr
+    done = uninterrupted.here("predict", "small", "Open the file.", "", "--json")
+    assert done.exit_code == 0, done.output
     outputs = json.loads(done.stdout)
     assert [one["input"] for one in outputs] == ["Open the file.", ""]
     assert outputs[0]["output"]
@@ -185,14 +178,14 @@ def test_the_model_translates(uninterrupted: Sandbox) -> None:
 
 def test_resuming_a_finished_run_does_nothing(uninterrupted: Sandbox) -> None:
     before = history(uninterrupted.run())
-    done = here(uninterrupted, "resume", "small")
+    done = uninterrupted.here("resume", "small")
     assert (done.exit_code, done.stdout) == (0, "small-1 is already complete\n")
     assert history(uninterrupted.run()) == before
 
 
 def test_packing_again_uses_the_pack_in_the_store(uninterrupted: Sandbox) -> None:
     before = open_store(uninterrupted.store).folders("packs/")
-    assert "already exists" in uninterrupted.packtrain("pack", "job.yaml").stdout
+    assert "already exists" in uninterrupted.here("pack", str(uninterrupted.directory / "job.yaml")).stdout
     assert open_store(uninterrupted.store).folders("packs/") == before
 
 
@@ -238,14 +231,14 @@ def kill_a_worker(sandbox: Sandbox) -> None:
 
 
 def stop(sandbox: Sandbox) -> None:
-    stopped = sandbox.packtrain("stop")
-    assert (stopped.returncode, stopped.stderr) == (0, "")
+    stopped = sandbox.here("stop")
+    assert (stopped.exit_code, stopped.stderr) == (0, "")
     assert "  resume:  packtrain resume small-1\n" in stopped.stdout
     result = sandbox.run().result()
     assert result is not None
     assert result.status == "stopped"
     assert 40 <= result.step < STEPS
-    assert here(sandbox, "show").exit_code == 103
+    assert sandbox.here("show").exit_code == 103
     assert_nothing_left(sandbox)
 
 
@@ -254,7 +247,7 @@ def kill_everything(sandbox: Sandbox, client: subprocess.Popen[bytes]) -> None:
     kill(sandbox.processes())
     client.wait(timeout=60)
     wait_until(lambda: not sandbox.processes(), "all processes to end", 20)
-    shown = here(sandbox, "show", "--json")
+    shown = sandbox.here("show", "--json")
     assert (shown.exit_code, json.loads(shown.stdout)["state"]) == (101, "interrupted")
 
 

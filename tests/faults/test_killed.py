@@ -66,13 +66,13 @@ def kill_the_node_that_hosts_the_rendezvous(sandbox: Sandbox) -> str:
 
 def stop_twice_and_once_right_after_the_start(sandbox: Sandbox) -> None:
     for _ in range(2):
-        assert sandbox.packtrain("stop").returncode == 0
+        assert sandbox.here("stop").exit_code == 0
     assert sandbox.wait_for_result() == "stopped"
     assert_nothing_left(sandbox)
 
     assert sandbox.packtrain("resume", "--detach").returncode == 0
     assert state_now(sandbox.run()) == "running"
-    assert sandbox.packtrain("stop").returncode == 0
+    assert sandbox.here("stop").exit_code == 0
     assert sandbox.wait_for_result() == "stopped"
     assert_nothing_left(sandbox)
 

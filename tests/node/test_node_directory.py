@@ -14,6 +14,7 @@ import pytest
 
 from packtrain.errors import AlreadyJoined, Mistake
 from packtrain.node.directory import NodeDirectory, NodeSlot, owner_of, sweep
+from packtrain.node.launch import kill_marked
 from packtrain.run.run import Run
 from packtrain.store import Store, open_store
 from packtrain.system import nodes_directory
@@ -120,14 +121,39 @@ def test_a_directory_is_kept_until_the_store_is_back(run: Run) -> None:
     assert len(texts(run)) == 4
 
 
+def start_orphan(directory: Path) -> subprocess.Popen[bytes]:
+    environment = {**os.environ, CONTROL_VARIABLE: str(directory / "000002" / "control")}
+    return subprocess.Popen(["sleep", "600"], env=environment)
+
+
 @pytest.mark.usefixtures("processes")
 def test_processes_of_a_dead_node_are_killed(run: Run) -> None:
     directory = killed(run)
-    environment = {**os.environ, CONTROL_VARIABLE: str(directory / "000002" / "control")}
-    orphan = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(600)"], env=environment)
+    orphan = start_orphan(directory)
     sweep(run, ignore)
     orphan.wait(30)
     assert not psutil.pid_exists(orphan.pid)
+
+
+@pytest.mark.usefixtures("processes")
+def test_a_process_that_is_just_being_executed_is_killed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The system says that its environment is empty, for a moment that is longer on a busy machine."""
+    orphan = start_orphan(tmp_path)
+    environ, early = psutil.Process.environ, [orphan.pid] * 3
+    monkeypatch.setattr(psutil.Process, "environ", lambda it: {} if it.pid in early and early.pop() else environ(it))
+    kill_marked(tmp_path)
+    orphan.wait(30)
+    assert early == []
+
+
+@pytest.mark.usefixtures("processes")
+def test_a_process_with_the_number_of_an_earlier_one_is_killed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    orphan = start_orphan(tmp_path)
+    earlier = psutil.Process(orphan.pid)
+    earlier._ident = (orphan.pid, 1.0)  # type: ignore[attr-defined]
+    monkeypatch.setattr(psutil, "_pmap", {orphan.pid: earlier})
+    kill_marked(tmp_path)
+    orphan.wait(30)
 
 
 @pytest.mark.usefixtures("processes")

@@ -14,7 +14,9 @@ from pathlib import Path
 from typing import Any
 
 import psutil
+from typer.testing import CliRunner, Result
 
+from packtrain.cli import app
 from packtrain.node.telemetry import rank_of
 from packtrain.run.checkpoint import committed
 from packtrain.run.records import Point
@@ -35,7 +37,7 @@ data:
 model: {{size: tiny, width: 32, heads: 2, feedforward: 64, encoder_layers: 1, decoder_layers: 1, dropout: 0.1}}
 train:
   duration: {STEPS} steps
-  batch: 600 tokens
+  batch: 200 tokens
   schedule: {{noam: {{warmup: 10 steps, peak: 0.003}}}}
 checkpoint: {{every: 20 steps, keep_last: 2, keep_best: 0}}
 fleet: {{local: {{machines: 2}}, workers: 1}}
@@ -106,6 +108,10 @@ class Sandbox:
         command = [sys.executable, "-m", "packtrain", *arguments]
         where: dict[str, Any] = {"cwd": self.directory, "env": self.environment}
         return subprocess.run(command, input=text, capture_output=True, text=True, timeout=timeout, **where)
+
+    def here(self, *arguments: str) -> Result:
+        """Run a command that starts nothing in this process."""
+        return CliRunner().invoke(app, arguments, env=self.environment)
 
     def detach(self, *options: str) -> None:
         done = self.packtrain("run", "job.yaml", "--detach", *options)

@@ -157,6 +157,7 @@ def is_node(arguments: Sequence[str], run: str, store: str) -> bool:
 def find_processes(program: str, run: str, store: str) -> list[Process]:
     """Return this machine's processes of a program with a node's command line: `python` is the node itself."""
     found = []
+    psutil.process_iter.cache_clear()  # psutil would not end a process that has the number of one in its cache
     for process in psutil.process_iter():
         with suppress(psutil.Error):
             arguments = process.cmdline()

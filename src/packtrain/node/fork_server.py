@@ -32,11 +32,12 @@ from packtrain.system import end_with_parent
 if TYPE_CHECKING:  # its imports are the node's, and would only delay the launcher of a program
     from packtrain.node.launch import Work
 
-# What every worker imports. Optimizers of torch import its compiler, whether they use it or not. The first one writes
-# TensorBoard's files, the last of them while the next generation waits for its end.
+# What every worker imports. Optimizers of torch import its compiler, whether they use it or not; the first checkpoint
+# and the first evaluation import parts of NumPy. The first worker writes TensorBoard's files, the last of them
+# while the next generation waits for its end.
 _OF_WORKERS = (
     "torch._dynamo", "torch.nn.parallel", "packtrain.fleet.local", "packtrain.train.worker",
-    "tensorboard.summary.writer.record_writer", "tensorboard.compat.proto.event_pb2",
+    "numpy.ctypeslib", "numpy.ma", "tensorboard.summary.writer.record_writer", "tensorboard.compat.proto.event_pb2",
 )  # fmt: skip
 
 

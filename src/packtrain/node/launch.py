@@ -17,7 +17,7 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -49,6 +49,7 @@ from packtrain.train.control import (
 LAUNCHER_LOG = "launcher.log"
 _WORKER = Path(packtrain.train.__file__).with_name("__main__.py")
 _KILL_WAIT_SECONDS = 5.0
+_EXEC_SECONDS = 2.0  # from a process's start to its environment, on a busy machine
 _PIPE_BYTES = 4096  # the answers are two short lines
 _TAIL_BYTES = 8192  # of each log: enough for the last traceback
 # Below the ephemeral ports, which the system gives to any connection.
@@ -323,15 +324,7 @@ class Launch:
         """Kill the launcher and every process that it and its workers started."""
         if self.poll() is None and self._launcher is None:  # the server must not fork it a moment later
             _kill(self._server)
-        killed: set[psutil.Process] = set()
-        # Again until there are no others: one may have been started while its parent was being killed.
-        while family := [process for process in self._family() if process not in killed]:
-            for process in family:
-                with suppress(psutil.NoSuchProcess):
-                    process.kill()
-            killed.update(family)
-        # A process blocked in the kernel, as on a dead network mount, ends only when the kernel call returns.
-        psutil.wait_procs(killed, timeout=_KILL_WAIT_SECONDS)
+        _kill_all(self._family)
         self.wait(_KILL_WAIT_SECONDS)
 
     def _family(self) -> list[psutil.Process]:
@@ -340,8 +333,8 @@ class Launch:
         if self._launcher is not None and self._code is None:
             with suppress(psutil.NoSuchProcess):
                 family = dict.fromkeys([self._launcher, *self._launcher.children(recursive=True)])
-        others = (process for process in psutil.process_iter() if process.pid != self._server.pid)
-        return list(family | dict.fromkeys(process for process in others if _mark_of(process) in self._marks))
+        others = (process for process in _marked(self._marks.__contains__) if process.pid != self._server.pid)
+        return list(family | dict.fromkeys(others))
 
 
 def _kill(server: subprocess.Popen[bytes]) -> None:
@@ -366,18 +359,42 @@ def _tail(path: Path) -> str:
 
 def kill_marked(directory: Path) -> None:
     """Kill every process that was started for a control directory below this one."""
-    marked = [process for process in psutil.process_iter() if _mark_of(process).startswith(f"{directory}/")]
-    for process in marked:
-        with suppress(psutil.NoSuchProcess):
-            process.kill()
-    psutil.wait_procs(marked, timeout=_KILL_WAIT_SECONDS)
+    _kill_all(lambda: _marked(lambda mark: mark.startswith(f"{directory}/")))
+
+
+def _kill_all(find: Callable[[], list[psutil.Process]]) -> None:
+    killed: set[psutil.Process] = set()
+    # Again until there are no others: one may have been started while its parent was being killed.
+    while family := [process for process in find() if process not in killed]:
+        for process in family:
+            with suppress(psutil.NoSuchProcess):
+                process.kill()
+        killed.update(family)
+    # A process blocked in the kernel, as on a dead network mount, ends only when the kernel call returns.
+    psutil.wait_procs(killed, timeout=_KILL_WAIT_SECONDS)
+
+
+def _marked(is_ours: Callable[[str], bool]) -> list[psutil.Process]:
+    # A process that has the number of one in the cache would be listed, but psutil would refuse to kill it.
+    psutil.process_iter.cache_clear()
+    return [process for process in psutil.process_iter() if is_ours(_mark_of(process))]
 
 
 def _mark_of(process: psutil.Process) -> str:
     try:
-        return process.environ().get(CONTROL_VARIABLE, "")
+        while not (environment := process.environ()) and _is_starting(process):
+            time.sleep(0.001)
+        return environment.get(CONTROL_VARIABLE, "")
     except (psutil.Error, OSError):
         return ""
+
+
+def _is_starting(process: psutil.Process) -> bool:
+    """True if it may still get an environment: the system shows none between `exec` and the program's first moment.
+
+    Threads of the kernel never have one, and no program either.
+    """
+    return process.exe() != "" and time.time() - process.create_time() < _EXEC_SECONDS
 
 
 def free_port() -> int:
