@@ -69,8 +69,10 @@ def outcomes(folder: Path, *words: str) -> tuple[dict[str, set[str]], str]:
     (folder / "test_some.py").write_text(TESTS)
     (folder / "conftest.py").write_text(CONFTEST)
     outside = {name: value for name, value in os.environ.items() if not name.startswith("PYTEST_")}
-    environment = {**outside, "PYTHONPATH": os.pathsep.join(sys.path)}
-    command = [sys.executable, "-m", "pytest", "-rA", "-p", "parts.tiers", "-p", "no:cacheprovider", *words]
+    # Other plugins take longer to import than all of these tests take.
+    environment = {**outside, "PYTHONPATH": os.pathsep.join(sys.path), "PYTEST_DISABLE_PLUGIN_AUTOLOAD": "1"}
+    plugins = ["-p", "parts.tiers", "-p", "xdist", "-p", "no:cacheprovider"]
+    command = [sys.executable, "-m", "pytest", "-rA", *plugins, *words]
     done = subprocess.run(command, cwd=folder, env=environment, capture_output=True, text=True, timeout=280)
     names: dict[str, set[str]] = {}
     for outcome, name in re.findall(r"^(PASSED|FAILED|ERROR) test_some.py::test_(\w+\b\S*)", done.stdout, re.MULTILINE):

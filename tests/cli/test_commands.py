@@ -6,7 +6,6 @@ import json
 import math
 import subprocess
 import sys
-from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
 from importlib.metadata import version
@@ -19,7 +18,8 @@ from typer.models import CommandInfo
 from typer.testing import CliRunner
 
 import packtrain as pt
-from packtrain.cli import app, asked_for, main
+from cli.conftest import Packtrain, assert_refused
+from packtrain.cli import app, asked_for
 from packtrain.cli.common import hints
 from packtrain.errors import NotFound
 from packtrain.run import liveness
@@ -33,34 +33,6 @@ from parts.runs import a_generation, a_lease, new_run, recipe_job, write_files
 from parts.s3 import S3Server, fresh_location
 
 EXAMPLES = Path(__file__).parent.parent.parent / "examples"
-
-
-Packtrain = Callable[..., subprocess.CompletedProcess[str]]
-
-
-@pytest.fixture
-def packtrain(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Packtrain:
-    """Call `packtrain` in this process, which has already imported what the command needs."""
-    monkeypatch.chdir(tmp_path)
-
-    def call(*arguments: str) -> subprocess.CompletedProcess[str]:
-        monkeypatch.setattr(sys, "argv", ["packtrain", *arguments])
-        capsys.readouterr()
-        try:
-            main()
-            code = 0
-        except SystemExit as ended:
-            code = int(ended.code or 0)
-        return subprocess.CompletedProcess(arguments, code, *capsys.readouterr())
-
-    return call
-
-
-def assert_refused(done: subprocess.CompletedProcess[str], code: int, *words: str) -> None:
-    assert done.returncode == code, done.stderr
-    assert done.stderr.count("\n") == 1, done.stderr
-    for word in words:
-        assert word in done.stderr
 
 
 def test_show_and_ls_give_dollars_where_a_price_is_known(directory_store: Store) -> None:

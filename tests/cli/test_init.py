@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 from typer.testing import CliRunner
 
-from cli.test_commands import assert_refused, packtrain
+from cli.conftest import Packtrain, assert_refused
 from packtrain.cli import app
 from packtrain.cli.template import TEMPLATES, InitRequest, write_job
 from packtrain.cli.toy_data import english, german
@@ -33,9 +33,8 @@ def test_there_is_a_template_for_every_recipe_an_own_one_and_a_program() -> None
     assert TEMPLATES.keys() == {*RECIPES, "own", "program"}
 
 
-@pytest.mark.usefixtures("processes")
-def test_without_a_kind_init_lists_all_kinds_and_writes_nothing(tmp_path: Path) -> None:
-    done = packtrain("init", cwd=tmp_path)
+def test_without_a_kind_init_lists_all_kinds_and_writes_nothing(packtrain: Packtrain, tmp_path: Path) -> None:
+    done = packtrain("init")
     assert re.findall(r"^packtrain init (\w+) ", done.stdout, re.MULTILINE) == sorted(TEMPLATES)
     assert not list(tmp_path.iterdir())
 
@@ -73,9 +72,8 @@ def test_a_job_on_own_data_trains_longer_than_one_on_toy_data(tmp_path: Path) ->
     assert own.train.duration.value > 10 * toy.train.duration.value
 
 
-@pytest.mark.usefixtures("processes")
-def test_init_shows_the_next_commands(tmp_path: Path) -> None:
-    done = packtrain("init", "classify", "shapes.yaml", cwd=tmp_path)
+def test_init_shows_the_next_commands(packtrain: Packtrain) -> None:
+    done = packtrain("init", "classify", "shapes.yaml")
     assert done.stdout.splitlines() == [
         "Wrote shapes.yaml and shapes-data with toy data",
         "  train:   packtrain run shapes.yaml",
@@ -218,12 +216,11 @@ def test_named_validation_data_is_taken_instead_of_what_is_found(tmp_path: Path)
     ]  # fmt: skip
 
 
-@pytest.mark.usefixtures("processes")
-def test_init_overwrites_nothing(tmp_path: Path) -> None:
+def test_init_overwrites_nothing(packtrain: Packtrain, tmp_path: Path) -> None:
     (tmp_path / "job.yaml").write_text("mine")
-    assert_refused(packtrain("init", "own", "job.yaml", cwd=tmp_path), 2, "job.yaml exists", "init own my.yaml")
+    assert_refused(packtrain("init", "own", "job.yaml"), 2, "job.yaml exists", "init own my.yaml")
     (tmp_path / "chat-data").mkdir()
-    assert_refused(packtrain("init", "chat", cwd=tmp_path), 2, "chat-data exists")
+    assert_refused(packtrain("init", "chat"), 2, "chat-data exists")
     (tmp_path / "train.py").write_text("mine too")
     write_job(InitRequest("program", tmp_path / "program.yaml"))
     assert (tmp_path / "job.yaml").read_text() == "mine"

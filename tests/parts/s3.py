@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 
 BUCKET = "packtrain-tests"
+MOTO_PAGE = 100  # objects of a listing that moto sends at once; other servers send 1,000
 
 
 @dataclass(frozen=True)

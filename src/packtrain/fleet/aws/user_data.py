@@ -6,6 +6,7 @@ The script is boot.sh with the values of a run before it. It has names of secret
 
 from __future__ import annotations
 
+import io
 import os
 import shlex
 import tempfile
@@ -129,9 +130,20 @@ def _environment(run: Run) -> dict[str, str]:
 def _archive(bundle: str | None) -> Iterator[IO[bytes]]:
     """Give a file with the archive: with a bundle it may have several gigabytes."""
     with tempfile.NamedTemporaryFile(dir=cache_directory()) as file:
-        write_archive(None if bundle is None else Path(bundle), file)
+        if bundle is None:
+            file.write(_small_archive())
+        else:
+            write_archive(Path(bundle), file)
         file.flush()
         yield file
+
+
+@cache
+def _small_archive() -> bytes:
+    """Return the archive without a bundle. Kept: it takes a second to make, and a launch needs it twice."""
+    buffer = io.BytesIO()
+    write_archive(None, buffer)
+    return buffer.getvalue()
 
 
 @cache
