@@ -118,7 +118,7 @@ def pytest_configure(config: pytest.Config) -> None:
     for tier in TIERS:
         config.addinivalue_line("markers", f"{tier}: see tests/parts/tiers.py")
     # A busy machine may draw and try an example slowly. Without a seed, every run tries the same examples.
-    is_random = config.getoption("shuffle") is not None or config.getoption("hypothesis_seed") is not None
+    is_random = config.getoption("shuffle") is not None or config.getoption("hypothesis_seed", None) is not None
     slow = [hypothesis.HealthCheck.too_slow]
     hypothesis.settings.register_profile("tests", deadline=None, derandomize=not is_random, suppress_health_check=slow)
     hypothesis.settings.load_profile("tests")
