@@ -160,10 +160,10 @@ class Sandbox:
         return max((one.step for one in committed(self.run())), default=0)
 
     def wait_for_commit(self, step: int = 20) -> None:
-        wait_until(lambda: self.committed_step() >= step, f"a checkpoint of step {step}", 240)
+        wait_until(lambda: self.committed_step() >= step, f"a checkpoint of step {step}", 240, pause=0.1)
 
     def wait_for_result(self, seconds: float = 150) -> str:
-        wait_until(lambda: self.run().result() is not None, "the end of the run", seconds)
+        wait_until(lambda: self.run().result() is not None, "the end of the run", seconds, pause=0.25)
         result = self.run().result()
         assert result is not None
         return result.status
