@@ -33,7 +33,7 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
     signal.signal(signal.SIGINT, signal.default_int_handler)
 
-pytest_plugins = ["parts.reaper", "parts.tiers"]
+pytest_plugins = ["parts.command", "parts.reaper", "parts.tiers"]
 
 # Reading the options of thirty commands takes longer than most tests that run one: once is enough.
 typer.testing._get_command = cache(typer.testing._get_command)

@@ -18,7 +18,6 @@ from typer.models import CommandInfo
 from typer.testing import CliRunner
 
 import packtrain as pt
-from cli.conftest import Packtrain, assert_refused
 from packtrain.cli import app, asked_for
 from packtrain.cli.common import hints
 from packtrain.errors import NotFound
@@ -29,6 +28,7 @@ from packtrain.run.records import LogLine, Result
 from packtrain.run.sweeps import Sweep, SweepPlan, Trial
 from packtrain.start import load
 from packtrain.store import Store
+from parts.command import Packtrain, assert_refused
 from parts.runs import a_generation, a_lease, new_run, recipe_job, write_files
 from parts.s3 import S3Server, fresh_location
 

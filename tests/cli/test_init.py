@@ -13,7 +13,6 @@ from pathlib import Path
 import pytest
 from typer.testing import CliRunner
 
-from cli.conftest import Packtrain, assert_refused
 from packtrain.cli import app
 from packtrain.cli.template import TEMPLATES, InitRequest, write_job
 from packtrain.cli.toy_data import english, german
@@ -24,6 +23,7 @@ from packtrain.pack.workers import InProcess
 from packtrain.recipes import RECIPES
 from packtrain.start import load, pack_data
 from packtrain.store import open_store
+from parts.command import Packtrain, assert_refused
 from parts.runs import write_files
 
 TAR = tarfile.TarInfo("x").tobuf() + bytes(1024)

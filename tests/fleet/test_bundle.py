@@ -25,15 +25,11 @@ from packtrain.identity import identity
 from packtrain.run.run import open_run
 from packtrain.store import open_store
 from parts import hosts
+from parts.command import Packtrain, in_a_process
 from parts.hosts import Host, Network
 from parts.stub_wheels import stub_index
 
 CANARY = "canary-of-the-bundle"
-
-
-def packtrain(*words: str | Path, directory: Path) -> subprocess.CompletedProcess[str]:
-    command = [sys.executable, "-m", "packtrain", *map(str, words)]
-    return subprocess.run(command, cwd=directory, capture_output=True, text=True)
 
 
 @pytest.fixture(scope="module")
@@ -54,10 +50,10 @@ def bundled(processes: None, tmp_path_factory: pytest.TempPathFactory) -> Iterat
             "from packtrain.recipes.translate import Translate\nclass Mine(Translate): ...\n"
         )
         (place / "mine/.env").write_text(f"KEY={CANARY}\n")
-        done = packtrain("run", "job.yaml", "--set", "train.duration=4 steps", directory=place)
+        done = in_a_process("run", "job.yaml", "--set", "train.duration=4 steps", directory=place)
         assert done.returncode == 0, done.stdout + done.stderr
         for name in ("first.tar", "second.tar"):
-            done = packtrain("bundle", "job.yaml", "-o", name, "--run", "small-1", directory=place)
+            done = in_a_process("bundle", "job.yaml", "-o", name, "--run", "small-1", directory=place)
             assert done.returncode == 0, done.stdout + done.stderr
     yield place
 
@@ -115,8 +111,11 @@ def test_a_full_disk_leaves_no_bundle(small_disk: Path) -> None:
         (["--set", "data.pack=small-0"], "data.pack: no such pack in"),
     ],
 )
-def test_a_wrong_request_for_a_bundle_is_refused_in_one_line(words: list[str], said: str, bundled: Path) -> None:
-    done = packtrain("bundle", "job.yaml", *words, directory=bundled)
+def test_a_wrong_request_for_a_bundle_is_refused_in_one_line(
+    words: list[str], said: str, bundled: Path, packtrain: Packtrain, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(bundled)
+    done = packtrain("bundle", "job.yaml", *words)
     assert done.returncode in (2, 102)
     assert done.stderr.count("\n") == 1
     assert said in done.stderr

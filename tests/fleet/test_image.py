@@ -6,8 +6,6 @@ import hashlib
 import json
 import os
 import shutil
-import subprocess
-import sys
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -18,6 +16,7 @@ from packtrain.fleet.image import ImageBuilder, ImageRequest, check_name, docker
 from packtrain.fleet.wheels import WheelTarget, constraints, download
 from packtrain.identity import identity
 from parts import containers
+from parts.command import Packtrain, in_a_process
 from parts.containers import BASE, CACHE, Containers
 from parts.stub_wheels import stub_index
 
@@ -27,11 +26,6 @@ pytestmark = pytest.mark.usefixtures("processes")
 
 
 def silent(_text: str) -> None: ...
-
-
-def packtrain(*words: str | Path, directory: Path) -> subprocess.CompletedProcess[str]:
-    command = [sys.executable, "-m", "packtrain", *map(str, words)]
-    return subprocess.run(command, cwd=directory, capture_output=True, text=True)
 
 
 @pytest.fixture
@@ -104,8 +98,8 @@ def test_the_image_for_serving_has_no_torch_and_needs_a_token(index: None, tmp_p
         (["--write", "context", "--base", PINNED, "--requirements", "none.txt"], "there is no file none.txt"),
     ],
 )
-def test_a_wrong_request_is_refused_in_one_line(words: list[str], said: str, index: None, tmp_path: Path) -> None:
-    done = packtrain("image", *words, directory=tmp_path)
+def test_a_wrong_request_is_refused_in_one_line(words: list[str], said: str, index: None, packtrain: Packtrain) -> None:
+    done = packtrain("image", *words)
     assert (done.returncode, done.stderr.count("\n")) == (2, 1), done.stderr
     assert said in done.stderr
 
@@ -116,29 +110,29 @@ def test_names_of_images_are_accepted(name: str) -> None:
 
 
 def test_without_a_builder_the_dockerfile_is_still_written_and_not_called_pinned(
-    index: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    index: None, packtrain: Packtrain, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("PATH", str(tmp_path))
-    done = packtrain("image", directory=tmp_path)
+    done = packtrain("image")
     assert done.returncode == 2
     assert "docker is not installed; podman is not installed; buildah is not installed; install one" in done.stderr
-    done = packtrain("image", "--write", "context", directory=tmp_path)
+    done = packtrain("image", "--write", "context")
     assert done.returncode == 0, done.stderr
     assert "is not pinned; pass --base with its @sha256: digest" in done.stdout
     assert "FROM docker.io/library/python:" in (tmp_path / "context/Dockerfile").read_text()
 
 
 def test_a_package_that_the_index_lacks_is_named_and_nothing_is_left(
-    index: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    index: None, packtrain: Packtrain, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     next((tmp_path / "index").glob("numpy-*.whl")).unlink()
-    done = packtrain("image", "--base", PINNED, "--write", "context", directory=tmp_path)
+    done = packtrain("image", "--base", PINNED, "--write", "context")
     assert (done.returncode, done.stderr.count("\n")) == (2, 1)
     assert "pip download: the index has no wheel of numpy==2" in done.stderr
     for name, value in {"PIP_NO_INDEX": "", "PIP_INDEX_URL": "http://127.0.0.1:9/simple", "PIP_RETRIES": "1"}.items():
         monkeypatch.setenv(name, value)
     monkeypatch.setenv("PIP_CONFIG_FILE", os.devnull)
-    done = packtrain("image", "--base", PINNED, "--write", "other", directory=tmp_path)
+    done = packtrain("image", "--base", PINNED, "--write", "other")
     assert (done.returncode, done.stderr.count("\n")) == (2, 1)
     assert "pip download: cannot reach the package index" in done.stderr
 
@@ -164,7 +158,7 @@ def test_an_image_is_built_on_a_pinned_base_pushed_saved_and_loaded_elsewhere(
     here.run("podman", "push", "--quiet", BASE, base)
     target = f"{here.registry}/team/packtrain:1"
     words = ["image", "built:1", "--builder", "podman", "--base", base, "--save", "image.tar", "--push", target]
-    done = packtrain(*words, directory=tmp_path)
+    done = in_a_process(*words, directory=tmp_path)
     assert done.returncode == 0, done.stdout + done.stderr
     pinned = next(line for line in done.stdout.splitlines() if "base image" in line).split()[-1]
     assert pinned.startswith(f"{base}@sha256:")
@@ -177,7 +171,7 @@ def test_an_image_is_built_on_a_pinned_base_pushed_saved_and_loaded_elsewhere(
     # By its digest, from the registry, as any user.
     shown = here.run("podman", "run", "--rm", "--user", "1234", "--entrypoint", "sh", pushed, "-c", "id -u; echo > x")
     assert shown.stdout.strip() == "1234"
-    copied = packtrain(
+    copied = in_a_process(
         "image", "--builder", "buildah", "--load", "image.tar", "--push", f"{target}-copy", directory=tmp_path
     )
     assert copied.returncode == 0, copied.stdout + copied.stderr

@@ -254,7 +254,6 @@ def oom_kills(root: Path = Path("/")) -> int:
 
 def _count(path: Path) -> int:
     try:
-        words = [line.split() for line in path.read_text().splitlines()]
+        return sum(map(int, re.findall(r"^oom_kill +(\d+)$", path.read_text(), re.MULTILINE)))
     except OSError:
         return 0
-    return sum(int(pair[1]) for pair in words if len(pair) == 2 and pair[0] == "oom_kill")

@@ -1,4 +1,4 @@
-"""Commands that are called in the process of the tests."""
+"""Commands in the process of the tests, which has already imported what they need, and in one of their own."""
 
 from __future__ import annotations
 
@@ -16,11 +16,11 @@ Packtrain = Callable[..., subprocess.CompletedProcess[str]]
 
 @pytest.fixture
 def packtrain(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Packtrain:
-    """Call `packtrain` in this process, which has already imported what the command needs."""
+    """Call `packtrain` in this process and in the test's directory."""
     monkeypatch.chdir(tmp_path)
 
-    def call(*arguments: str) -> subprocess.CompletedProcess[str]:
-        monkeypatch.setattr(sys, "argv", ["packtrain", *arguments])
+    def call(*arguments: str | Path) -> subprocess.CompletedProcess[str]:
+        monkeypatch.setattr(sys, "argv", ["packtrain", *map(str, arguments)])
         capsys.readouterr()
         try:
             main()
@@ -30,6 +30,11 @@ def packtrain(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.Ca
         return subprocess.CompletedProcess(arguments, code, *capsys.readouterr())
 
     return call
+
+
+def in_a_process(*words: str | Path, directory: Path) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, "-m", "packtrain", *map(str, words)]
+    return subprocess.run(command, cwd=directory, capture_output=True, text=True)
 
 
 def assert_refused(done: subprocess.CompletedProcess[str], code: int, *words: str) -> None:
