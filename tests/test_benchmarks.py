@@ -44,16 +44,13 @@ def load(name: str) -> ModuleType:
 
 
 @pytest.fixture(autouse=True)
-def restored_process() -> Iterator[None]:
+def restored_process(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """Put back what a benchmark sets for its process."""
     import torch
 
-    environment, threads, frozen = dict(os.environ), torch.get_num_threads(), gc.get_freeze_count()
+    monkeypatch.setattr(gc, "freeze", lambda: None)  # to undo it would undo that of tiers.py, too
+    environment, threads = dict(os.environ), torch.get_num_threads()
     yield
-    if gc.get_freeze_count() > frozen:
-        gc.unfreeze()
-        gc.collect()
-        gc.freeze()  # what was imported before (tiers.py)
     torch.set_num_threads(threads)
     os.environ.clear()
     os.environ.update(environment)
