@@ -5,8 +5,10 @@ from __future__ import annotations
 import signal
 from collections.abc import Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import suppress
 from pathlib import Path
 
+import psutil
 import pytest
 
 from packtrain.run.checkpoint import committed
@@ -100,6 +102,15 @@ def test_nothing_but_commits_is_left_of_a_run_that_was_killed_during_an_upload(
     killed_uploads[kind].result()
 
 
+def is_stopped(process: psutil.Process) -> bool:
+    """True if no thread of the process is at work."""
+    states = []
+    for thread in Path(f"/proc/{process.pid}/task").glob("*/stat"):
+        with suppress(OSError):  # it has just ended
+            states.append(thread.read_text().rpartition(") ")[2][0])
+    return set(states) <= set("TZX")
+
+
 def kill_during_an_upload(kind: str, tmp_path: Path, bucket: S3Server) -> None:
     sandbox = make_sandbox(tmp_path, fresh_location() if kind == "bucket" else None)
 
@@ -115,6 +126,8 @@ def kill_during_an_upload(kind: str, tmp_path: Path, bucket: S3Server) -> None:
         while True:
             wait_until(unfinished, "the next upload")
             send(processes, signal.SIGSTOP)
+            # A thread in a system call, such as the one that completes the upload, stops only after it.
+            wait_until(lambda: all(map(is_stopped, processes)), "all threads to stop")
             if unfinished():
                 break
             send(processes, signal.SIGCONT)  # it ended just before they did

@@ -57,6 +57,8 @@ def region(s3_environment: S3Server, monkeypatch: pytest.MonkeyPatch) -> Iterato
     region = AwsRegion(None, REGION)
     with suppress(AwsRefusal):  # the server has it from an earlier test
         region.ask("iam", "create-instance-profile", InstanceProfileName="nodes")
+        region.ask("iam", "create-role", RoleName="nodes", AssumeRolePolicyDocument="{}")
+        region.ask("iam", "add-role-to-instance-profile", InstanceProfileName="nodes", RoleName="nodes")
     yield region
     remove(lambda: region.resources(None), region)
 
@@ -745,9 +747,6 @@ def checks_of(store: Store | None, **given: Any) -> dict[str, Check]:
 def test_doctor_asks_aws_for_everything_that_a_launch_needs_and_creates_nothing(
     region: AwsRegion, s3_store: Store
 ) -> None:
-    with suppress(AwsRefusal):
-        region.ask("iam", "create-role", RoleName="nodes", AssumeRolePolicyDocument="{}")
-        region.ask("iam", "add-role-to-instance-profile", InstanceProfileName="nodes", RoleName="nodes")
     with (
         answering(region, "GetServiceQuota", QUOTA),
         answering(region, "SimulatePrincipalPolicy", judged("ec2:RunInstances")),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -41,6 +42,7 @@ def write_beside(job: Path) -> None:
     _write(job.parent / SCHEMA, json_text(current_schema()))
 
 
+@cache
 def current_schema() -> Schema:
     from packtrain.job.schema import job_schema
     from packtrain.recipes import RECIPES, recipe_class
