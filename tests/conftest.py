@@ -22,7 +22,7 @@ from parts.kubernetes import KubernetesCluster
 from parts.loopback import served
 from parts.mounts import Mounts
 from parts.proxy import Proxy, proxy_before
-from parts.s3 import MOTO_PAGE, S3Server, fresh_location, leave_aws
+from parts.s3 import MOTO_PAGE, S3Server, fresh_location, leave_aws, moto_command
 from parts.sandbox import Sandbox, make_sandbox
 
 # Tests share the cores already: with a thread for each core in every one of their processes, learning takes four times
@@ -99,20 +99,10 @@ def network(
         yield network
 
 
-# For each request moto would look which services it has, a fifth of the time of a request.
-_MOTO = """
-from moto import backends, server
-services = list(backends.list_of_moto_modules())
-backends.list_of_moto_modules = lambda: services
-server.main()
-"""
-
-
 @pytest.fixture(scope="session")
 def moto_server(processes: None) -> Iterator[S3Server]:
     """A quick S3 server; supports put-if-absent, accepts any keys."""
-    command = [sys.executable, "-c", _MOTO, "-H", "127.0.0.1", "-p"]
-    with served(lambda port: [*command, str(port)], {"MOTO_S3_DEFAULT_MAX_KEYS": str(MOTO_PAGE)}) as url:
+    with served(lambda port: moto_command("127.0.0.1", port), {"MOTO_S3_DEFAULT_MAX_KEYS": str(MOTO_PAGE)}) as url:
         server = S3Server(url, "AKMOTO", "secret-of-moto")
         server.create_bucket()
         yield server

@@ -18,7 +18,7 @@ from packtrain.run.checkpoint import committed
 from packtrain.run.run import Run
 from packtrain.start import create, load
 from parts.hosts import Host, Network
-from parts.s3 import S3Server
+from parts.s3 import S3Server, moto_command
 from parts.sandbox import PACE, make_sandbox, set_pace, wait_until
 
 _BUCKET_PORT = 5000
@@ -112,8 +112,7 @@ def make_host_run(network: Network, store: str, settings: list[str], environment
 @contextmanager
 def bucket_on(network: Network, port: int = _BUCKET_PORT) -> Iterator[S3Server]:
     """Serve a bucket on the hosts' bridge: a host that is cut off from the network is cut off from it too."""
-    command = [sys.executable, "-m", "moto.server", "-H", network.gateway, "-p", str(port)]
-    server = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+    server = subprocess.Popen(moto_command(network.gateway, port), stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
     try:
         wait_until(lambda: _answers(network.gateway, port), "the bucket's server", 60)
         made = S3Server(f"http://{network.gateway}:{port}", "AKMOTO", "secret-of-moto")

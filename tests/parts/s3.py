@@ -3,14 +3,21 @@
 from __future__ import annotations
 
 import os
+import sys
 import uuid
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import pytest
 
 BUCKET = "packtrain-tests"
 MOTO_PAGE = 100  # objects of a listing that moto sends at once; other servers send 1,000
+
+
+def moto_command(address: str, port: int) -> list[str]:
+    # Without the directory of the file among those of modules: some there have the names of packages.
+    return [sys.executable, "-P", str(Path(__file__).with_name("moto_server.py")), "-H", address, "-p", str(port)]
 
 
 @dataclass(frozen=True)
