@@ -9,8 +9,8 @@ export PIP_DISABLE_PIP_VERSION_CHECK := 1
 unexport PYTHONDONTWRITEBYTECODE
 # pip would compile all 400 MB of source, of which most is never imported.
 PIP := $(BIN)/pip install --quiet --no-compile
-# Tests wait for processes now and then: two more than there are cores.
-PYTEST := $(BIN)/python -m pytest -n $(shell echo $$(($$(nproc) + 2))) --no-loadscope-reorder
+# Tests wait for processes now and then: four more than there are cores.
+PYTEST := $(BIN)/python -m pytest -n $(shell echo $$(($$(nproc) + 4))) --no-loadscope-reorder
 NEW := "Open the file in a new window." "The password is not valid." "Show all packages that need to be updated."
 
 .PHONY: demo quick test test-system lint local system parts packages kubernetes arm64 coverage mutants benchmarks clean

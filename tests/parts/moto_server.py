@@ -28,5 +28,5 @@ class AtomicApplication(DomainDispatcherApplication):
 if __name__ == "__main__":
     # moto would look for its services at each request, a fifth of its time.
     backends.list_of_moto_modules = lambda: _services
-    server.DomainDispatcherApplication = AtomicApplication  # type: ignore[attr-defined]
+    server.DomainDispatcherApplication = AtomicApplication
     server.main()
