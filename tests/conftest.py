@@ -12,6 +12,7 @@ from functools import cache
 from pathlib import Path
 
 import pytest
+import typer.main
 import typer.testing
 
 from packtrain.store import Store, open_store
@@ -36,7 +37,7 @@ if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
 pytest_plugins = ["parts.command", "parts.reaper", "parts.tiers"]
 
 # Reading the options of thirty commands takes longer than most tests that run one: once is enough.
-typer.testing._get_command = cache(typer.testing._get_command)
+typer.main.get_command = typer.testing._get_command = cache(typer.main.get_command)
 
 
 @pytest.fixture(scope="session", autouse=True)

@@ -52,18 +52,10 @@ def search(model: Transformer, sources: Tensor, beam: int, longer: int = 50, **o
     return [best.tokens for best, *_ in hypotheses(model, sources, beam, longer, **options)]
 
 
-def next_logits(model: Transformer, source: Tensor, tokens: list[int]) -> Tensor:
-    """Return the logits after `tokens`, computed without a cache."""
-    target = torch.tensor([[BOS, *tokens]])
-    with torch.inference_mode():
-        logits: Tensor = model(source[None, source != PAD], target, torch.arange(target.numel()))[-1]
-    return logits
-
-
 def plain_greedy(model: Transformer, source: Tensor, limit: int) -> list[int]:
     tokens: list[int] = []
     while len(tokens) < limit:
-        token = int(log_probabilities(model, source, tokens).argmax())
+        token = int(log_probabilities(model, source, tokens)[-1].argmax())
         if token == EOS:
             break
         tokens.append(token)
@@ -71,10 +63,12 @@ def plain_greedy(model: Transformer, source: Tensor, limit: int) -> list[int]:
 
 
 def log_probabilities(model: Transformer, source: Tensor, tokens: list[int]) -> Tensor:
-    """Return the log-probabilities of the next token; PAD and BOS never follow."""
-    logits = next_logits(model, source, tokens).clone()
-    logits[[PAD, BOS]] = -torch.inf
-    return logits.log_softmax(-1)
+    """Return those of the first token and of the one after each of `tokens`, without a cache; never PAD or BOS."""
+    target = torch.tensor([[BOS, *tokens]])
+    with torch.inference_mode():
+        logits = model(source[None, source != PAD], target, torch.arange(target.numel()))
+        logits[:, [PAD, BOS]] = -torch.inf
+        return torch.log_softmax(logits, -1)
 
 
 def plain_beam(model: Transformer, source: Tensor, beam: int, limit: int) -> list[int]:
@@ -85,7 +79,7 @@ def plain_beam(model: Transformer, source: Tensor, beam: int, limit: int) -> lis
         longer = [
             (total + score, tokens, token)
             for total, tokens in unfinished
-            for token, score in enumerate(log_probabilities(model, source, tokens).tolist())
+            for token, score in enumerate(log_probabilities(model, source, tokens)[-1].tolist())
             if math.isfinite(score)
         ]
         best = sorted(longer, key=lambda one: -one[0])[: 2 * beam]
@@ -96,8 +90,8 @@ def plain_beam(model: Transformer, source: Tensor, beam: int, limit: int) -> lis
 
 def penalized(model: Transformer, source: Tensor, tokens: list[int]) -> float:
     """Return the score of a finished hypothesis: its log-probability with the length penalty."""
-    scores = [log_probabilities(model, source, tokens[:place])[token] for place, token in enumerate([*tokens, EOS])]
-    return float(sum(scores)) / length_penalty(len(tokens) + 1)
+    scores = log_probabilities(model, source, tokens)[range(len(tokens) + 1), [*tokens, EOS]]
+    return float(scores.sum()) / length_penalty(len(tokens) + 1)
 
 
 def reluctant(model: Transformer, by: float) -> Transformer:
