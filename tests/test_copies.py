@@ -6,6 +6,7 @@ import hashlib
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from threading import Event
 
 import pytest
 from typer.testing import CliRunner
@@ -124,6 +125,24 @@ def test_a_run_comes_back_from_a_bucket_as_it_was(run: Run, s3_store: Store, tmp
 def test_a_machine_of_a_copied_run_does_not_look_alive(run: Run, s3_store: Store) -> None:
     copied(run, s3_store)
     assert state_now(Run(s3_store, run.name)) == "interrupted"
+
+
+def test_a_copied_run_does_not_wait_for_machines_however_slowly_its_launches_arrive(run: Run, tmp_path: Path) -> None:
+    lease_is_there = Event()
+
+    class SlowLaunches(DirectoryStore):
+        def put(self, key: str, data: bytes) -> None:
+            if "/launches/" in key:
+                lease_is_there.wait(0.2)
+            super().put(key, data)
+            if "/nodes/" in key:
+                lease_is_there.set()
+
+    there = SlowLaunches(tmp_path / "there")
+    there.create()
+    copied(run, there)
+    assert lease_is_there.is_set()
+    assert state_now(Run(there, run.name)) == "interrupted"
 
 
 def test_a_copy_that_ends_at_any_object_is_no_run_and_continues(run: Run, tmp_path: Path) -> None:

@@ -173,7 +173,11 @@ class _Copier:
         if run.key("job.json") in self._sizes and wanted != self._sizes.keys():
             self._destination.delete(run.key("job.json"))  # until it is up to date, it is no run
         files = [item for files in missing.values() for item in files]
-        self._copy(run.name, [*(_as_left(run, item) for item in records), *files])
+        leases = [item for item in records if item.key.startswith(run.key("nodes/"))]
+        others = [item for item in records if not item.key.startswith(run.key("nodes/"))]
+        self._copy(run.name, [*others, *files])
+        # After the launches: machines that left before the latest launch would be waited for.
+        self._copy("leases of its machines", [_as_left(run, item) for item in leases])
         for key in missing:
             self._put_manifest(key)
         # A manifest first: without its files a checkpoint must not seem to exist.
@@ -243,8 +247,6 @@ class _Copier:
 
 def _as_left(run: Run, item: _Item) -> _Item:
     """Return a lease with its machine gone: a fresh copy of it would look like a machine that is alive."""
-    if not item.key.startswith(run.key("nodes/")):
-        return item
     lease = decode(Lease, run.store.get(item.key), item.key)
     data = encode(replace(lease, left=True))
     return _Item(item.key, len(data), data=data)
