@@ -6,7 +6,7 @@ import gzip
 import json
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -14,13 +14,14 @@ import pytest
 from typer.testing import CliRunner
 
 from packtrain.cli import app
-from packtrain.errors import Mistake, NotFound
+from packtrain.errors import Mistake, NotFound, PacktrainError
 from packtrain.fleet.ssh import SshSettings
 from packtrain.job.changes import changed_job
 from packtrain.job.kinds import FLEETS, kind_class
 from packtrain.pack.build import PlainProgress
 from packtrain.report.sweep import sweep_table
 from packtrain.run.checkpoint import committed
+from packtrain.run.liveness import State
 from packtrain.run.records import DamagedRecord, Result, encode
 from packtrain.run.run import Run, open_run
 from packtrain.run.sweeps import (
@@ -36,7 +37,8 @@ from packtrain.run.sweeps import (
     sweep_of,
 )
 from packtrain.store import Store, open_store
-from packtrain.sweep.drive import DriverSeat, moved
+from packtrain.sweep import drive
+from packtrain.sweep.drive import DriverSeat, SweepDrive, moved
 from packtrain.sweep.plan import SweepRequest, create_sweep, prepare_sweep
 from parts.runs import new_run, recipe_job
 from parts.sandbox import EXAMPLES, Sandbox, assert_nothing_left, make_sandbox, wait_until
@@ -316,6 +318,30 @@ def test_one_process_at_a_time_drives_a_sweep(
     assert first.take()
     assert [driver.number for driver in sweep.drivers()] == [1, 2, 3, 4]
     first.close()
+
+
+def test_a_run_that_ends_during_a_look_is_not_started_again(
+    directory_store: Store, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("PACKTRAIN_CACHE", str(tmp_path / "cache"))
+    sweep = stored(directory_store)
+    job = new_run(directory_store).job_data
+    for trial in sweep.plan.trials:
+        create_trial_run(sweep, trial, job, b"code", None)
+        sweep.claim(TrialStart(trial.number, 1, 0, 0, 1.0, 1))
+
+    def end(runs: Sequence[Run]) -> list[State | PacktrainError]:
+        for run in runs:
+            run.finish(Result("finished", "done", 3, 1.0))
+        return ["interrupted"] * len(runs)
+
+    monkeypatch.setattr(drive, "states_now", end)
+    said: list[str] = []
+    driver = SweepDrive(sweep, lambda *_: pytest.fail("nothing to accept"), said.append)
+    assert [driver.look(), driver.look()] == [False, True]
+    assert said == ["s-1 finished: done", "s-2 finished: done"]
+    assert [(one.trial, one.attempt) for one in sweep.starts()] == [(1, 1), (2, 1)]
+    driver.close()
 
 
 def test_a_run_that_a_person_has_stopped_is_shown_as_stopped(directory_store: Store) -> None:

@@ -313,6 +313,8 @@ class SweepDrive:
         watched, trial = self._watched.get(number), self._plan.trial(number)
         if watched is not None and self._has_machines(watched):
             return  # its last node is on its way out; the next look tries again
+        if watched is not None and watched.result is None and watched.run.result() is not None:
+            return  # it has ended since this look began
         busy = {self._watched[view.number].starts[-1].slot for view in self._views if view.state == "running"}
         busy |= {one.starts[-1].slot for one in self._watched.values() if not one.looks}  # started a moment ago
         slot = next((slot for slot in range(len(self._fleets)) if slot not in busy), None)
@@ -328,7 +330,7 @@ class SweepDrive:
             run = reopen(run, self._accept, self._say, moved(run, self._fleets[slot]))
             start(run, tied=False, say=self._say)
         except AlreadyComplete:
-            pass  # its result came a moment ago; the next look sees it
+            pass  # the next look sees it
         except PacktrainError as error:
             # A host that does not answer later should not end a sweep of days; a mistake shows at the first start.
             if isinstance(error, Mistake) and not self._has_started:
