@@ -7,7 +7,6 @@ export PIP_CONSTRAINT := $(CURDIR)/constraints.txt
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
 # Without cached bytecode each of the many processes of the tests would compile torch's source for five seconds.
 unexport PYTHONDONTWRITEBYTECODE
-# pip would compile all 400 MB of source, of which most is never imported.
 PIP := $(BIN)/pip install --quiet --no-compile
 # Tests wait for processes now and then: four more than there are cores.
 PYTEST := $(BIN)/python -m pytest -n $(shell echo $$(($$(nproc) + 4))) --no-loadscope-reorder
@@ -65,6 +64,7 @@ arm64: $(VENV)/dev packages
 
 $(VENV)/train $(VENV)/test $(VENV)/dev: pyproject.toml constraints.txt | $(BIN)/pip
 	$(PIP) --editable '.[$(@F)]'
+	@$(BIN)/python -m compileall -q -j $(shell nproc) $(VENV)/lib >/dev/null || true  # pip would use one core
 	@touch $@
 
 $(BIN)/pip:
