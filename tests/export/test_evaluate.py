@@ -15,7 +15,6 @@ import pytest
 from pack.corpus import GREETINGS, QUESTIONS, job_of, write_pairs
 from pack.pictures import photo, saved
 from pack.rawsets import write
-from packtrain.cli import main
 from packtrain.errors import Mistake, NotFinished, NotFound
 from packtrain.export.bootstrap import Difference, Interval
 from packtrain.export.evaluate import (
@@ -34,6 +33,7 @@ from packtrain.pack.build import PlainProgress
 from packtrain.pack.workers import InProcess
 from packtrain.recipes import RECIPES
 from packtrain.run.run import Run
+from parts.command import Packtrain
 from parts.models import commit_model, packed_run, recipe_on
 from recipes.captioned import THINGS, write_set
 from recipes.learn import learn
@@ -168,20 +168,14 @@ Call = Callable[..., tuple[int, str, str]]
 
 
 @pytest.fixture
-def command(place: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Call:
+def command(packtrain: Packtrain, place: Path, monkeypatch: pytest.MonkeyPatch) -> Call:
     """Call `packtrain evaluate` in this process, which has already imported torch."""
     monkeypatch.chdir(place)
     monkeypatch.setattr("packtrain.pack.workers.Processes", InProcess)
 
     def call(*arguments: str) -> tuple[int, str, str]:
-        monkeypatch.setattr(sys, "argv", ["packtrain", "evaluate", *arguments])
-        capsys.readouterr()
-        try:
-            main()
-            code = 0
-        except SystemExit as ended:
-            code = int(ended.code or 0)
-        return code, *capsys.readouterr()
+        done = packtrain("evaluate", *arguments)
+        return done.returncode, done.stdout, done.stderr
 
     return call
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import subprocess
 import sys
 from collections.abc import Callable
@@ -15,19 +16,21 @@ Packtrain = Callable[..., subprocess.CompletedProcess[str]]
 
 
 @pytest.fixture
-def packtrain(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Packtrain:
-    """Call `packtrain` in this process and in the test's directory."""
+def packtrain(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]) -> Packtrain:
+    """Call `packtrain` in this process and in the test's directory; `lines` come from standard input."""
     monkeypatch.chdir(tmp_path)
 
-    def call(*arguments: str | Path) -> subprocess.CompletedProcess[str]:
+    def call(*arguments: str | Path, lines: str | bytes = "") -> subprocess.CompletedProcess[str]:
+        given = lines if isinstance(lines, bytes) else lines.encode()
         monkeypatch.setattr(sys, "argv", ["packtrain", *map(str, arguments)])
-        capsys.readouterr()
+        monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO(given)))
+        capfd.readouterr()
         try:
             main()
             code = 0
         except SystemExit as ended:
             code = int(ended.code or 0)
-        return subprocess.CompletedProcess(arguments, code, *capsys.readouterr())
+        return subprocess.CompletedProcess(arguments, code, *capfd.readouterr())
 
     return call
 

@@ -3,14 +3,12 @@
 from __future__ import annotations
 
 import shutil
-import subprocess
 import sys
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
-from packtrain.cli import main
 from packtrain.cli.template import InitRequest, write_job
 from packtrain.errors import Mistake
 from packtrain.export.model import read_model
@@ -21,6 +19,7 @@ from packtrain.run.code import archive, unpacked
 from packtrain.run.run import Run, open_run
 from packtrain.start import create, load
 from packtrain.store import open_store
+from parts.command import Packtrain, assert_refused, in_a_process
 
 
 @pytest.fixture(autouse=True)
@@ -163,43 +162,29 @@ PREDICT = ["predict", "languages", "zweihundertelf", "two hundred and eleven"]
 
 @pytest.mark.usefixtures("processes", "training")
 def test_the_worked_example_trains_and_predicts_on_a_machine_without_it(
-    example: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+    example: Path, tmp_path: Path, packtrain: Packtrain
 ) -> None:
-    def packtrain(*arguments: str) -> tuple[int, str, str]:
-        """Run a command in this process, which has already imported torch but none of the example's code."""
-        monkeypatch.setattr(sys, "argv", ["packtrain", *arguments])
-        capfd.readouterr()
-        try:
-            main()
-            code = 0
-        except SystemExit as ended:
-            code = int(ended.code or 0)
-        return code, *capfd.readouterr()
-
-    command = [sys.executable, "-m", "packtrain", "run", str(example / "job.yaml"), "--set", "train.duration=3 epochs"]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=300)
+    done = in_a_process("run", example / "job.yaml", "--set", "train.duration=3 epochs", directory=tmp_path)
     assert done.returncode == 0, done.stdout + done.stderr
     result = open_run(open_store("./store"), "languages").result()
     assert result is not None
     assert result.scores["valid.accuracy"] > 90  # 50 by chance
 
     shutil.rmtree(example)
-    code, out, err = packtrain(*PREDICT)
-    assert code == 0, err
-    assert [line.split()[0] for line in out.splitlines()] == ["German", "English"]
+    done = packtrain(*PREDICT)
+    assert done.returncode == 0, done.stderr
+    assert [line.split()[0] for line in done.stdout.splitlines()] == ["German", "English"]
 
-    code, _, err = packtrain("export", "languages")
-    assert (code, err) == (0, "")
+    done = packtrain("export", "languages")
+    assert (done.returncode, done.stderr) == (0, "")
     assert "| input | `" in Path("model/README.md").read_text()
     with pytest.raises(Mistake, match="is a recipe of your own; use its files with their own runtime"):
         read_model(Path("model"))
-    code, _, err = packtrain("export", "languages", "--int8")
-    assert (code, err.count("\n")) == (2, 1)
-    assert "--int8: not supported for languages:Languages" in err
+    assert_refused(packtrain("export", "languages", "--int8"), 2, "--int8: not supported for languages:Languages")
 
     run = open_run(open_store("./store"), "languages")
     evil = {"languages.py": b"import pathlib; pathlib.Path('mark').touch()"}
     run.store.put(run.key("code.tar.zst"), archive(evil))
-    code, out, err = packtrain(*PREDICT)
-    assert (code, out, Path("mark").exists()) == (2, "", False)
-    assert err.startswith(f"packtrain: {run.name} is not what you ran before: code/languages.py,")
+    done = packtrain(*PREDICT)
+    assert (done.returncode, done.stdout, Path("mark").exists()) == (2, "", False)
+    assert done.stderr.startswith(f"packtrain: {run.name} is not what you ran before: code/languages.py,")
