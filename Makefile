@@ -7,6 +7,7 @@ export PIP_CONSTRAINT := $(CURDIR)/constraints.txt
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
 # Without cached bytecode each of the many processes of the tests would compile torch's source for five seconds.
 unexport PYTHONDONTWRITEBYTECODE
+# pip would compile on one core.
 PIP := $(BIN)/pip install --quiet --no-compile
 # Tests wait for processes now and then: four more than there are cores.
 PYTEST := $(BIN)/python -m pytest -n $(shell echo $$(($$(nproc) + 4))) --no-loadscope-reorder
@@ -64,7 +65,7 @@ arm64: $(VENV)/dev packages
 
 $(VENV)/train $(VENV)/test $(VENV)/dev: pyproject.toml constraints.txt | $(BIN)/pip
 	$(PIP) --editable '.[$(@F)]'
-	@$(BIN)/python -m compileall -q -j $(shell nproc) $(VENV)/lib >/dev/null || true  # pip would use one core
+	@$(BIN)/python -m compileall -q -j 0 $(VENV)/lib >/dev/null || true  # some packages have files for other versions
 	@touch $@
 
 $(BIN)/pip:

@@ -22,6 +22,7 @@ import threading
 from collections import Counter
 from collections.abc import Callable, Generator
 from functools import cache
+from pathlib import Path
 from typing import Any
 
 import hypothesis
@@ -148,27 +149,40 @@ def pytest_itemcollected(item: pytest.Item) -> None:
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    # Quick tests fill the gap at the end, when the processes that share the tests run out of long ones.
-    items.sort(key=lambda item: item.get_closest_marker("quick") is not None)
+    # Quick tests fill the gap at the end, when the processes that share the tests run out of long ones. The longest
+    # part that one of them has alone comes first.
+    items.sort(key=lambda item: (item.get_closest_marker("quick") is not None, not _uses_forker(item.path)))
     if (seed := config.getoption("shuffle")) is not None:
         files = sorted({item.path for item in items})
         random.Random(seed).shuffle(files)  # noqa: S311
         items.sort(key=lambda item: files.index(item.path))
 
 
+@cache
+def _uses_forker(path: Path) -> bool:
+    return "forker" in path.read_text()
+
+
 @pytest.hookimpl(optionalhook=True)
 def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
-    """Give the tests of a file that share fixtures to one process, and any other test to the next process."""
+    """Give the tests of a file that share fixtures to one process, and any other test to the next process.
+
+    One process also gets all tests with a forker, which takes seconds to start.
+    """
     from xdist.scheduler import LoadScopeScheduling
 
+    is_shuffled = config.getoption("shuffle") is not None  # then these tests might come last
+
     @cache
-    def shares_fixtures(file: str) -> bool:
-        return 'scope="module"' in (config.rootpath / file).read_text()
+    def scope_of(file: str) -> str | None:
+        path = config.rootpath / file
+        if _uses_forker(path) and not is_shuffled:
+            return "forker"
+        return file if 'scope="module"' in path.read_text() else None
 
     class ByFixtures(LoadScopeScheduling):
         def _split_scope(self, nodeid: str) -> str:
-            file = nodeid.partition("::")[0]
-            return file if shares_fixtures(file) else nodeid
+            return scope_of(nodeid.partition("::")[0]) or nodeid
 
     return ByFixtures(config, log)
 
