@@ -176,7 +176,7 @@ class _Copier:
         leases = [item for item in records if item.key.startswith(run.key("nodes/"))]
         others = [item for item in records if not item.key.startswith(run.key("nodes/"))]
         self._copy(run.name, [*others, *files])
-        # After the launches: machines that left before the latest launch would be waited for.
+        # Last: a launch that is newer than every lease means that machines are still to come.
         self._copy("leases of its machines", [_as_left(run, item) for item in leases])
         for key in missing:
             self._put_manifest(key)
