@@ -91,12 +91,12 @@ def toy(directory: Path) -> Sandbox:
     return sandbox
 
 
-def started(sandbox: Sandbox, *arguments: str) -> subprocess.Popen[str]:
+def started(sandbox: Sandbox, *arguments: str, output: Path) -> subprocess.Popen[bytes]:
     command = [sys.executable, "-m", "packtrain", "sweep", *arguments]
-    return subprocess.Popen(
-        command, cwd=sandbox.directory, env=sandbox.environment, text=True,
-        stdout=subprocess.PIPE, stderr=subprocess.STDOUT,
-    )  # fmt: skip
+    with output.open("w") as file:
+        return subprocess.Popen(
+            command, cwd=sandbox.directory, env=sandbox.environment, stdout=file, stderr=subprocess.STDOUT
+        )
 
 
 @pytest.fixture(scope="module")
@@ -105,18 +105,23 @@ def killed(processes: None, tmp_path_factory: pytest.TempPathFactory) -> Iterato
     sandbox = toy(tmp_path_factory.mktemp("sweep"))
     sandbox.pace(3.0)
     try:
-        first = started(sandbox, "job.yaml", *GRID)
+        first = started(sandbox, "job.yaml", *GRID, output=sandbox.directory / "first.txt")
         wait_until((sandbox.directory / "store/sweeps/both/starts/000002-001.json").exists, "both runs to start")
         sweep = Sweep(open_store(sandbox.store), "both")
         wait_until(lambda: all(sweep.run(trial).leases() for trial in sweep.plan.trials), "both runs to have machines")
         first.kill()
-        first.communicate()
+        first.wait()
         # The same command continues it, and so does its name.
-        others = [started(sandbox, "job.yaml", *GRID), started(sandbox, "both", "--trust-code")]
+        files = [sandbox.directory / "one.txt", sandbox.directory / "other.txt"]
+        commands = [("job.yaml", *GRID), ("both", "--trust-code")]
+        others = [started(sandbox, *words, output=file) for words, file in zip(commands, files, strict=True)]
+        watching = "drives this sweep; watching"
+        wait_until(lambda: any(watching in file.read_text() for file in files), "one to watch the other", 240)
         wait_until(sweep.rung_results, "the rung to be settled", 240)
         sandbox.pace(0.0)
-        outputs = [other.communicate(timeout=240)[0] for other in others]
-        assert [other.returncode for other in others] == [0, 0], outputs
+        codes = [other.wait(240) for other in others]
+        outputs = [file.read_text() for file in files]
+        assert codes == [0, 0], outputs
         assert_nothing_left(sandbox)
         yield sandbox, outputs
     finally:
