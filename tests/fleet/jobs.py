@@ -80,7 +80,7 @@ def packtrain(
 def packtrain_on(host: Host, *arguments: str | Path, **environment: str) -> subprocess.CompletedProcess[str]:
     """Run a command of a client on a host."""
     command = [sys.executable, "-m", "packtrain", *map(str, arguments)]
-    return host.run(command, {**ENVIRONMENT, **environment}, timeout=240)
+    return host.run(command, {**ENVIRONMENT, **environment}, timeout=600)
 
 
 def newest(store: Path | str) -> Run:

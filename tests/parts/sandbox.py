@@ -76,7 +76,7 @@ def set_pace(path: Path, seconds: float) -> None:
     path.with_suffix(".part").rename(path)
 
 
-def wait_until(condition: Callable[[], object], what: str, seconds: float = 120, pause: float = 0.05) -> None:
+def wait_until(condition: Callable[[], object], what: str, seconds: float = 300, pause: float = 0.05) -> None:
     deadline = time.monotonic() + seconds
     while not condition():
         assert time.monotonic() < deadline, f"waited {seconds} s for {what}"

@@ -24,7 +24,7 @@ from parts.s3 import BUCKET, S3Server, fresh_location
 from parts.stores import MEGABYTE, keys, noise, output_of, python
 
 
-def patient(location: str, *, outage_seconds: float = 10.0, answer_seconds: float = 0.2) -> Store:
+def patient(location: str, *, outage_seconds: float = 60.0, answer_seconds: float = 1.0) -> Store:
     return open_store(location, outage_seconds=outage_seconds, answer_seconds=answer_seconds)
 
 
