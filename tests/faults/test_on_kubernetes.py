@@ -91,7 +91,7 @@ def wait_for_generation(sandbox: Sandbox, number: int) -> None:
     """
     sandbox.pace(0.05)
     reached = lambda: any(one.generation >= number for one in committed(sandbox.run()))  # noqa: E731
-    wait_until(reached, f"a commit of generation {number}", 240)
+    wait_until(reached, f"a commit of generation {number}")
     sandbox.pace(3)
 
 

@@ -484,7 +484,7 @@ def test_a_server_cancels_itself_at_the_end_of_the_budget_if_it_has_a_key_for_th
     keys = {**environment, "CANCELER": CANCELER, "CANCEL_KEY": CANCEL_KEY}
     done = packtrain("run", job, "--detach", directory=tmp_path, environment=keys)
     assert done.returncode == 0, done.stderr + done.stdout
-    wait_until(lambda: not account.orders, "the server to cancel itself", 120)
+    wait_until(lambda: not account.orders, "the server to cancel itself")
     run = newest(store)
     result = run.result()
     assert result is not None

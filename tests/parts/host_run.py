@@ -58,14 +58,14 @@ class HostRun:
             self.seen |= {one.name: one.generation for one in found}
             return any(one.step >= step and one.generation >= generation for one in found)
 
-        wait_until(reached, f"a checkpoint of step {step} in generation {generation}", 240)
+        wait_until(reached, f"a checkpoint of step {step} in generation {generation}")
 
     def wait_for(self, condition: Callable[[], object], what: str) -> None:
         def holds() -> bool:
             self.seen |= {one.name: one.generation for one in committed(self.run)}
             return bool(condition())
 
-        wait_until(holds, what, 240)
+        wait_until(holds, what)
 
     def wait_for_result(self) -> str:
         self.wait_for(self.run.result, "the end of the run")

@@ -116,10 +116,10 @@ def killed(processes: None, tmp_path_factory: pytest.TempPathFactory) -> Iterato
         commands = [("job.yaml", *GRID), ("both", "--trust-code")]
         others = [started(sandbox, *words, output=file) for words, file in zip(commands, files, strict=True)]
         watching = "drives this sweep; watching"
-        wait_until(lambda: any(watching in file.read_text() for file in files), "one to watch the other", 240)
-        wait_until(sweep.rung_results, "the rung to be settled", 240)
+        wait_until(lambda: any(watching in file.read_text() for file in files), "one to watch the other")
+        wait_until(sweep.rung_results, "the rung to be settled")
         sandbox.pace(0.0)
-        codes = [other.wait(240) for other in others]
+        codes = [other.wait(300) for other in others]
         outputs = [file.read_text() for file in files]
         assert codes == [0, 0], outputs
         assert_nothing_left(sandbox)
