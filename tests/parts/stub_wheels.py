@@ -49,7 +49,7 @@ def stub_wheel(directory: Path, name: str, version: str, shown: str | None = Non
 def stub_index(directory: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Have pip find stubs of everything that Packtrain needs, and Python's own copy of pip, and nothing else."""
     directory.mkdir(exist_ok=True)
-    for line in {*constraints(), *constraints("home")}:
+    for line in {*constraints(), *constraints("runtime")}:
         name, version = line.split("==")
         stub_wheel(directory, name, f"{version}+cpu" if name == "torch" else version)
     monkeypatch.setenv("PIP_NO_INDEX", "1")

@@ -106,18 +106,6 @@ def find_run(location: str | None, name: str | None) -> Run:
     return open_run(find_store(location), name)
 
 
-@contextmanager
-def needing(command: str, extra: str) -> Iterator[None]:
-    """Turn the failed import of a package into the advice to install the extra that a command needs."""
-    try:
-        yield
-    except ImportError as error:
-        from packtrain.errors import Mistake
-        from packtrain.identity import install_command
-
-        raise Mistake(f"{command} needs {error.name}; run `{install_command(extra)}`") from error
-
-
 def check_host(host: str, is_protected: bool, advice: str) -> None:
     """Refuse an address that other machines can reach, unless the server is protected."""
     from packtrain.errors import Mistake, printable

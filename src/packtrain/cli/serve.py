@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from packtrain.cli.common import HostOption, PortOption, check_host, log_request, needing
+from packtrain.cli.common import HostOption, PortOption, check_host, log_request
 from packtrain.errors import Mistake, printable
 
 if TYPE_CHECKING:
@@ -46,11 +46,10 @@ def serve(
     timeout: Annotated[str, typer.Option("--timeout", metavar="TIME", help="Maximum time of a request.")] = "30 s",
 ) -> None:
     """Serve an exported model over HTTP, with a page to try it."""
-    with needing("serve", "home"):
-        from packtrain.export.serve import serve as serve_model
-        from packtrain.http_server import listening, url_of
     from packtrain.export.model import read_model
+    from packtrain.export.serve import serve as serve_model
     from packtrain.export.service import ServedModel, ServiceSettings
+    from packtrain.http_server import listening, url_of
     from packtrain.units import parse_bytes, parse_seconds
 
     token = _token(token_file)

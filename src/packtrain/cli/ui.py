@@ -17,7 +17,6 @@ from packtrain.cli.common import (
     check_host,
     default_store,
     log_request,
-    needing,
 )
 from packtrain.errors import Mistake
 
@@ -43,12 +42,11 @@ def ui(
     browse: Annotated[bool, typer.Option("--open/--no-open", help="Open the page in a browser.")] = True,
 ) -> None:
     """Show all runs of a store in the browser, live."""
-    with needing("ui", "ui"):
-        from packtrain.http_server import check_certificate, listening, url_of
-        from packtrain.web.server import DashboardServer
     import secrets
 
+    from packtrain.http_server import check_certificate, listening, url_of
     from packtrain.store import open_store
+    from packtrain.web.server import DashboardServer
 
     if key is not None and certificate is None:
         raise Mistake("--key: needs --certificate")

@@ -57,7 +57,7 @@ class Ctranslate2Text(TextNetwork):
         try:
             import ctranslate2
         except ImportError:
-            raise Mistake(f"this model needs CTranslate2; run `{install_command('home')}`") from None
+            raise Mistake(f"this model needs CTranslate2; run `{install_command('runtime')}`") from None
         # Several batches at a time, each on one thread, translate more than one batch on several threads.
         self._translator: Any = ctranslate2.Translator(
             str(folder), device="cpu", compute_type="default", inter_threads=threads, intra_threads=1
@@ -130,7 +130,7 @@ def _spec_of(model: Transformer) -> Any:
     try:
         from ctranslate2.specs import TransformerSpec
     except ImportError:
-        raise Mistake(f"export needs CTranslate2; run `{install_command('export')}`") from None
+        raise Mistake(f"export needs CTranslate2; run `{install_command('train')}`") from None
     shape = model.shape
     spec = TransformerSpec.from_config((shape.encoder_layers, shape.decoder_layers), shape.heads, pre_norm=True)
     embedding, positions = _array(model.embedding.weight)[: model.vocabulary], _positions(shape.width)

@@ -92,7 +92,7 @@ def require_exporter() -> None:
         import onnxruntime  # noqa: F401
         import onnxscript  # noqa: F401 - torch's exporter uses it
     except ImportError:
-        raise Mistake(f"export to ONNX needs more packages; run `{install_command('export')}`") from None
+        raise Mistake(f"export to ONNX needs more packages; run `{install_command('train')}`") from None
 
 
 def write_weights(model: nn.Module, folder: Path) -> Path:

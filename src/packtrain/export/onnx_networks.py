@@ -52,7 +52,7 @@ class Session:
         try:
             import onnxruntime
         except ImportError:
-            raise Mistake(f"this model needs ONNX Runtime; run `{install_command('home')}`") from None
+            raise Mistake(f"this model needs ONNX Runtime; run `{install_command('runtime')}`") from None
         onnxruntime.disable_telemetry_events()
         options = onnxruntime.SessionOptions()
         options.log_severity_level = 3  # errors only, and those are raised as well

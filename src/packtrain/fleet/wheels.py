@@ -65,7 +65,7 @@ class WheelTarget:
 
     @property
     def extra(self) -> str:
-        return "home" if self.torch == "none" else "train"
+        return "runtime" if self.torch == "none" else "train"
 
     def options(self) -> list[str]:
         names = [f"manylinux_2_{minor}" for minor in _GLIBC] + list(_OLD_NAMES.values())
