@@ -2,21 +2,44 @@
 PYTHON ?= python3
 VENV ?= .venv
 BIN := $(VENV)/bin
-# The variable, not the option: it also holds for what the package is built with.
-export PIP_CONSTRAINT := $(CURDIR)/constraints.txt
+# The variable, not the option: it also holds for what the package is built with. Relative: pip splits it at spaces, which
+# the path of the checkout may have.
+export PIP_CONSTRAINT := constraints.txt
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
 # Without cached bytecode each of the many processes of the tests would compile torch's source for five seconds.
 unexport PYTHONDONTWRITEBYTECODE
 # pip would compile on one core.
-PIP := $(BIN)/pip install --quiet --no-compile
+PIP := $(BIN)/python -m pip install --quiet --no-compile
 # Tests wait for processes now and then: four more than there are cores.
 PYTEST := $(BIN)/python -m pytest -n $(shell echo $$(($$(nproc) + 4))) --no-loadscope-reorder
 NEW := "Open the file in a new window." "The password is not valid." "Show all packages that need to be updated."
 
-.PHONY: demo quick test test-system lint local system parts packages kubernetes arm64 coverage mutants benchmarks clean
+# Leaves an environment that is whole alone: pip's RECORD is the last file that venv writes.
+define MAKE_ENVIRONMENT
+import subprocess, sys
+folder = sys.argv[1]
+is_whole = "import sys, importlib.metadata as m; sys.exit(sys.version_info < (3, 11) or not m.files('pip'))"
+try:
+    if subprocess.call([folder + "/bin/python", "-c", is_whole], stderr=subprocess.DEVNULL) == 0:
+        sys.exit()
+except OSError:
+    pass
+if sys.version_info < (3, 11):
+    sys.exit("Packtrain needs Python 3.11 or later, and $(PYTHON) is %d.%d; try `make PYTHON=python3.12`" % sys.version_info[:2])
+try:
+    import ensurepip, venv
+except ImportError:
+    sys.exit("$(PYTHON) cannot make a virtual environment; on Debian: apt install python3-venv")
+venv.create(folder, clear=True, symlinks=True, with_pip=True)
+endef
+export MAKE_ENVIRONMENT
 
+.PHONY: demo environment quick test test-system lint local system parts packages kubernetes arm64 coverage mutants benchmarks clean
+
+# A second `make demo` continues the run of the first, or uses its model.
 demo: $(VENV)/train
-	$(BIN)/packtrain run examples/translate.yaml
+	@$(BIN)/packtrain show en-de >/dev/null 2>&1; \
+	if [ $$? -eq 102 ]; then $(BIN)/packtrain run examples/translate.yaml; else $(BIN)/packtrain resume en-de; fi
 	@echo
 	@for sentence in $(NEW); do echo "  $$sentence"; done
 	@echo "in German, by the model that was just trained:"
@@ -63,14 +86,16 @@ kubernetes: packages
 arm64: $(VENV)/dev packages
 	bash tests/parts/arm64-build
 
-$(VENV)/train $(VENV)/test $(VENV)/dev: pyproject.toml constraints.txt | $(BIN)/pip
+$(VENV)/train $(VENV)/test $(VENV)/dev: pyproject.toml constraints.txt | environment
 	$(PIP) --editable '.[$(@F)]'
 	@$(BIN)/python -m compileall -q -j 0 $(VENV)/lib >/dev/null || true  # some packages have files for other versions
 	@touch $@
 
-$(BIN)/pip:
-	$(if $(shell $(PYTHON) -c 'import ensurepip, venv; print(1)' 2>/dev/null),,$(error $(PYTHON) cannot make a virtual environment; on Debian: apt install python3-venv))
-	$(PYTHON) -m venv $(VENV)
+environment:
+	@$(PYTHON) -c "$$MAKE_ENVIRONMENT" $(VENV)
 
+# The store stays: it has the runs. A node that still works uses the environment.
 clean:
-	rm -rf $(VENV) store
+	@if $(BIN)/packtrain ls --state running --json 2>/dev/null | grep -q '"name"'; then \
+	  echo "a run in ./store uses $(VENV); stop it first: $(BIN)/packtrain stop"; exit 1; fi
+	rm -rf $(VENV) .mypy_cache .pytest_cache .ruff_cache

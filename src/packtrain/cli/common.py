@@ -11,6 +11,7 @@ import json
 import math
 import os
 import shlex
+import shutil
 import signal
 import sys
 import textwrap
@@ -137,7 +138,14 @@ def hints(run: Run, *words: str) -> list[str]:
 
 def command_for(run: Run, verb: str) -> str:
     """Return the command to type for a run, as in `packtrain follow en-de-1`."""
-    return shlex.join(["packtrain", verb, run.name, *store_option(run.store)])
+    return to_type(verb, run.name, *store_option(run.store))
+
+
+def to_type(*words: str) -> str:
+    """Return a command of Packtrain as a person has to type it: by its path where the shell would not find it."""
+    script, on_path = sys.argv[0], shutil.which("packtrain")
+    is_found = on_path is not None and Path(on_path).resolve() == Path(script).resolve()
+    return shlex.join(["packtrain" if is_found or Path(script).name != "packtrain" else script, *words])
 
 
 def store_option(store: Store) -> list[str]:

@@ -21,6 +21,7 @@ from packtrain.cli.common import (
     console,
     find_run,
     hints,
+    to_type,
     trusting,
 )
 
@@ -83,9 +84,9 @@ def init(
     screen.say(f"Wrote {', '.join(first)}{' and ' if first else ''}{last}")
     screen.say_lines(f"  data:    {line}" for line in written.taken)
     screen.say_lines(f"  note:    {line}" for line in written.notes)
-    screen.say("  train:   ", (shlex.join(["packtrain", "run", str(job)]), "bold"))
+    screen.say("  train:   ", (to_type("run", str(job)), "bold"))
     if written.example:
-        screen.say("  predict: ", (f"packtrain predict {written.example}", "bold"))
+        screen.say("  predict: ", (f"{to_type('predict')} {written.example}", "bold"))
 
 
 def pack(

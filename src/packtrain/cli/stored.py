@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import shlex
 import time
 from dataclasses import asdict, replace
 from typing import TYPE_CHECKING, Annotated
@@ -20,6 +19,7 @@ from packtrain.cli.common import (
     find_run,
     print_json,
     store_option,
+    to_type,
 )
 from packtrain.errors import Mistake, NotFound, harmless
 
@@ -265,8 +265,8 @@ def gc(
     _print_unused(words, place.url, there)
     _print_unused(words, "the cache of this machine", here)
     if not delete and (there or here):
-        again = ["packtrain", "gc", *store_option(place), *(["--older", older] if older != _OLDER else []), "--delete"]
-        screen.say(f"Nothing was deleted. To delete it: {shlex.join(again)}")
+        again = to_type("gc", *store_option(place), *(["--older", older] if older != _OLDER else []), "--delete")
+        screen.say(f"Nothing was deleted. To delete it: {again}")
 
 
 def _print_unused(words: str, where: str, found: Sequence[Unused]) -> None:

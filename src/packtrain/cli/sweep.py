@@ -22,6 +22,7 @@ from packtrain.cli.common import (
     find_store,
     print_json,
     store_option,
+    to_type,
     trusting,
     write_output,
 )
@@ -154,9 +155,9 @@ def _drive(sweep: Sweep, parallel: int | None, accept: Accept, output: Path | No
     except KeyboardInterrupt:
         screen.say()
         screen.say(f"Detached. {_still_running(drive.running)}")
-        screen.say(f"  continue: {shlex.join(['packtrain', 'sweep', sweep.name, *store_option(sweep.store)])}")
+        screen.say(f"  continue: {to_type('sweep', sweep.name, *store_option(sweep.store))}")
         for name in drive.running[:1]:
-            screen.say(f"  follow:   {shlex.join(['packtrain', 'follow', name, *store_option(sweep.store)])}")
+            screen.say(f"  follow:   {to_type('follow', name, *store_option(sweep.store))}")
         return EXIT_INTERRUPTED
     finally:
         drive.close()
