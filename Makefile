@@ -34,7 +34,7 @@ venv.create(folder, clear=True, symlinks=True, with_pip=True)
 endef
 export MAKE_ENVIRONMENT
 
-.PHONY: demo environment quick test test-system lint local system parts packages kubernetes arm64 coverage mutants benchmarks clean
+.PHONY: demo environment quick test test-system lint local lowest parts packages kubernetes arm64 coverage mutants benchmarks clean
 
 # A second `make demo` continues the run of the first, or uses its model.
 demo: $(VENV)/train
@@ -63,6 +63,12 @@ lint: $(VENV)/test
 
 local: $(VENV)/test
 	$(PYTEST) -m 'not system' $(PYTEST_OPTIONS)
+
+# The quick tests with the oldest versions that pyproject.toml allows.
+lowest:
+	@$(MAKE) --no-print-directory environment VENV=.venv-lowest
+	@.venv-lowest/bin/python tests/lowest.py >.venv-lowest/constraints.txt
+	@$(MAKE) --no-print-directory quick VENV=.venv-lowest PIP_CONSTRAINT=.venv-lowest/constraints.txt
 
 coverage: $(VENV)/dev
 	$(PYTEST) -m 'not system' --cov=packtrain --cov-branch --cov-report=term:skip-covered
@@ -98,4 +104,4 @@ environment:
 clean:
 	@if $(BIN)/packtrain ls --state running --json 2>/dev/null | grep -q '"name"'; then \
 	  echo "a run in ./store uses $(VENV); stop it first: $(BIN)/packtrain stop"; exit 1; fi
-	rm -rf $(VENV) .mypy_cache .pytest_cache .ruff_cache
+	rm -rf $(VENV) .venv-lowest .mypy_cache .pytest_cache .ruff_cache
