@@ -53,6 +53,20 @@ def test_intervals_and_p_values_are_those_of_sacrebleu(share: float) -> None:
         assert p_value == pytest.approx(results[1].p_value, abs=2 / RESAMPLES)
 
 
+def test_the_scores_of_single_samples_are_those_of_sacrebleu() -> None:
+    references = ["yes", "the cat", *sentences(40), "so it is"]
+    outputs = ["yes", "the dog", *worse(references[2:-1], 0.3, seed=1), ""]
+    found = statistics(outputs, references)
+    for name, metric in (("BLEU", BLEU(effective_order=True)), ("chrF2", CHRF())):
+        expected = [metric.sentence_score(*texts).score for texts in zip(outputs, ([one] for one in references))]
+        assert found[name].by_sample == pytest.approx(expected, abs=1e-9)
+    assert found["BLEU"].by_sample[0] == pytest.approx(100)
+
+
+def test_a_sample_that_does_not_count_has_no_score() -> None:
+    assert ratio([0.5, 0.0, 0.0], [1, 0, 1]).by_sample == [0.5, None, 0.0]
+
+
 def test_the_interval_of_a_mean_is_that_of_its_normal_distribution() -> None:
     values = np.random.default_rng(7).normal(3.0, 2.0, size=400)
     scores = resampled({"mean": mean(values)})["mean"]

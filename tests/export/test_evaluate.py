@@ -108,6 +108,55 @@ def test_later_data_is_scored_as_the_same_data_of_the_run(any_run: tuple[Run, li
     ]
 
 
+def test_predictions_name_each_sample_and_have_its_own_scores(any_run: tuple[Run, list[str]]) -> None:
+    run, paths = any_run
+    [found] = evaluated(run_subject(run), data=paths, predictions=True)
+    assert [row["sample"] for row in found.predictions] == list(range(found.samples))
+    places = [(row["source"], row["file"], row.get("line")) for row in found.predictions]
+    name = Path(paths[0]).name
+    if run.job.recipe in ("translate", "chat"):
+        assert places == [(0, name, line) for line in range(1, found.samples + 1)]
+        assert all({"input", "reference", "prediction"} < row.keys() for row in found.predictions)
+    elif run.job.recipe == "classify":
+        assert set(places) == {(0, f"{'cat dog elk'.split()[number % 3]}/{number}.jpg", None) for number in range(12)}
+        assert all(row["file"].startswith(f"{row['reference']}/") for row in found.predictions)
+        right = [100.0 * (row["prediction"] == row["reference"]) for row in found.predictions]
+        assert [row["scores"]["top1"] for row in found.predictions] == right
+        assert all(0 < row["confidence"] <= 1 for row in found.predictions)
+    else:
+        assert {file for _, file, _ in places} == {file.name for file in Path(paths[1]).iterdir()}
+        assert all(row["references"] for row in found.predictions)
+    for score in {"top1", "cider"} & found.scores.keys():  # means over samples
+        mean = np.mean([row["scores"][score] for row in found.predictions])
+        assert mean == pytest.approx(found.scores[score].value)
+    assert all("loss" in row["scores"] for row in found.predictions)
+
+
+def test_a_line_is_that_of_the_file_also_after_lines_that_are_dropped(tmp_path: Path) -> None:
+    pairs = [*GREETINGS[:2], ("", "leer"), ("word " * 20_000, "viele"), *GREETINGS[2:]]
+    job = job_of(tmp_path, model=TEXT, train=TOKENS)
+    run = packed_run(tmp_path, job)
+    commit_model(run, tmp_path, 1)
+    new = write_pairs(tmp_path / "long.tsv", pairs)
+    [found] = evaluated(run_subject(run), data=[new], predictions=True, allow_drops=True)
+    lines = [row["line"] for row in found.predictions]
+    assert lines == [number for number in range(1, len(pairs) + 1) if number != 4]
+    assert [row["reference"] for row in found.predictions] == [pairs[line - 1][1] for line in lines]
+
+
+def test_a_line_of_held_out_data_is_that_of_the_training_file(tmp_path: Path) -> None:
+    pairs = [(f"{source} {number}", f"{target} {number}") for number in range(20) for source, target in GREETINGS]
+    train = [{"bitext": write_pairs(tmp_path / "all.tsv", pairs)}]
+    job = job_of(tmp_path, model=TEXT, train=TOKENS, data={"train": train, "valid": "10 %", "vocabulary": 300})
+    run = packed_run(tmp_path, job)
+    commit_model(run, tmp_path, 1)
+    [found] = evaluated(run_subject(run), samples=4, predictions=True)
+    assert len(found.predictions) == 4
+    for row in found.predictions:
+        assert row["file"] == "all.tsv"
+        assert (row["input"], row["reference"]) == pairs[row["line"] - 1]
+
+
 def test_an_evaluation_is_that_of_training(any_run: tuple[Run, list[str]], tmp_path: Path) -> None:
     from packtrain.train.engine import Engine
     from packtrain.train.evaluator import evaluate as evaluate_in_training
@@ -202,6 +251,17 @@ def test_everything_is_in_the_json(command: Call) -> None:
     assert low < high
     assert found["scores"]["bleu"]["signature"].startswith("nrefs:1")
     assert found["examples"][0]["input"] == "is it cold"
+
+
+def test_predictions_of_both_models_are_lines_of_json(command: Call, place: Path) -> None:
+    code, out, _ = command("greetings-1", "--data", "new.tsv", "--against", "greetings-2", "--predictions", "found.jsonl")
+    assert code == 0
+    assert out.endswith("Predictions: found.jsonl\n")
+    rows = [json.loads(line) for line in (place / "found.jsonl").read_text().splitlines()]
+    assert [row["model"] for row in rows] == ["greetings-1"] * 13 + ["greetings-2"] * 13
+    assert rows[0].keys() == {"model", "sample", "source", "file", "line", "input", "reference", "prediction", "scores"}
+    assert (rows[0]["file"], rows[0]["line"], rows[0]["input"]) == ("new.tsv", 1, QUESTIONS[0][0])
+    assert rows[0]["scores"].keys() == {"loss", "bleu", "chrf"}
 
 
 def test_two_files_are_aligned_text(command: Call) -> None:
@@ -315,6 +375,16 @@ def test_an_exported_model_is_evaluated_without_torch_as_the_run_is(
     assert found["examples"] == trained["examples"]
 
 
+def test_predictions_of_an_exported_model_are_those_of_its_run(exported: Path, command: Call, tmp_path: Path) -> None:
+    found = {}
+    for name in (str(exported), "greetings-1"):
+        assert command(name, "--predictions", str(tmp_path / "found.jsonl"))[0] == 0
+        rows = [json.loads(line) for line in (tmp_path / "found.jsonl").read_text().splitlines()]
+        found[name] = [{key: row[key] for key in ("file", "line", "input", "prediction")} for row in rows]
+    assert found[str(exported)] == found["greetings-1"]
+    assert found["greetings-1"][0]["file"] == "seen.tsv"
+
+
 def test_an_exported_model_finds_its_splits_in_the_store_of_its_run(exported: Path, command: Call) -> None:
     code, out, _ = command(str(exported), "--against", "greetings-1")
     assert code == 0
@@ -356,6 +426,8 @@ def test_without_that_store_an_exported_model_needs_data(exported: Path, tmp_pat
         (["greetings-1", "--against", "other-1"], "the valid splits of greetings-1 and other-1 have different data"),
         (["classify-1", "--beam", "3"], "--beam: classify does not support it"),
         (["classify-1", "--data", "strange"], "class 'yak' is not among the 3 classes of the training data"),
+        (["greetings-1", "--predictions", "photos"], "--predictions photos: is a directory"),
+        (["greetings-1", "--predictions", "none/x"], "--predictions none/x: there is no directory none"),
         (["greetings-1", "--checkpoint", "newest"], "--checkpoint: must be best, last or the number of a step"),
     ],
 )

@@ -331,6 +331,10 @@ def print_json_list(rows: Iterable[Any]) -> None:
     print("[]" if separator == "[" else "\n]")
 
 
+def json_line(value: Any) -> str:
+    return json.dumps(_finite(value), ensure_ascii=False, allow_nan=False)
+
+
 def json_text(value: Any) -> str:
     text = json.dumps(_finite(value), indent=2, ensure_ascii=False, allow_nan=False)
     if text == harmless(text, keep="\n"):

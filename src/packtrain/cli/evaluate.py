@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
@@ -17,6 +17,7 @@ from packtrain.cli.common import (
     console,
     find_run,
     find_store,
+    json_line,
     print_json,
     trusting,
 )
@@ -64,6 +65,12 @@ def evaluate(
     allow_drops: Annotated[
         bool, typer.Option("--allow-drops", help="Drop unusable samples of --data instead of stopping.")
     ] = False,
+    predictions: Annotated[
+        Path | None,
+        typer.Option(
+            "--predictions", metavar="FILE", help="Write each sample with its prediction and scores: one JSON a line."
+        ),
+    ] = None,
     trust_code: TrustOption = False,
     as_json: JsonOption = False,
 ) -> None:
@@ -82,10 +89,15 @@ def evaluate(
     names = [name] if against is None else [name, against]
     if checkpoint is not None and all(map(is_folder, names)):
         raise Mistake("--checkpoint: chooses one of a run; an exported model has only one")
+    if predictions is not None and (predictions.is_dir() or not predictions.parent.is_dir()):
+        fault = "is a directory" if predictions.is_dir() else f"there is no directory {predictions.parent}"
+        raise Mistake(f"--predictions {predictions}: {fault}")
     subjects = [_subject(one, store, checkpoint, trust_code) for one in names]
-    options = EvaluateOptions(tuple(data or ()), split, samples, beam, allow_drops)
+    options = EvaluateOptions(tuple(data or ()), split, samples, beam, allow_drops, predictions is not None)
     # Standard output has the result alone.
     found = evaluate_all(subjects, options, ProgressBars(console(sys.stderr)), Processes())
+    if predictions is not None:
+        _write_predictions(predictions, [row for one in found for row in one.predictions])
     if as_json:
         print_json(report(found, options.data))
         return
@@ -94,6 +106,15 @@ def evaluate(
         _print(screen, one, ", ".join(options.data))
     if len(found) == 2:
         _print_comparison(screen, compare(*found))
+    if predictions is not None:
+        screen.say(f"Predictions: {predictions}")
+
+
+def _write_predictions(path: Path, rows: Sequence[Mapping[str, Any]]) -> None:
+    try:
+        path.write_text("".join(f"{json_line(row)}\n" for row in rows), encoding="utf-8")
+    except OSError as error:
+        raise Mistake(f"--predictions {path}: cannot write it: {error.strerror}") from None
 
 
 def _subject(name: str, store: str | None, checkpoint: str | None, trust_code: bool) -> Subject:

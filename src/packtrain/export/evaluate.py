@@ -15,7 +15,7 @@ from typing import Any
 
 import numpy as np
 
-from packtrain.data.order import spread
+from packtrain.data.order import Ids, spread
 from packtrain.data.pack import Pack
 from packtrain.errors import FieldMistake, Mistake, PacktrainError, printable
 from packtrain.export.bootstrap import RESAMPLES, SEED, Difference, Interval, difference_of, interval_of, resampled
@@ -30,7 +30,7 @@ from packtrain.pack.manifest import Manifest, find_manifest
 from packtrain.pack.packing import pack_later
 from packtrain.pack.workers import Workers
 from packtrain.recipes import EvaluationRequest, Recipe
-from packtrain.recipes.recipe import LAST_EPOCH
+from packtrain.recipes.recipe import LAST_EPOCH, Measurement
 from packtrain.recipes.statistics import Floats, Statistic
 from packtrain.run.records import Sample
 from packtrain.run.run import Run
@@ -45,13 +45,15 @@ _PER_TOKEN = frozenset({"loss", "perplexity"})  # they depend on how a vocabular
 
 @dataclass(frozen=True)
 class EvaluateOptions:
-    """The samples to evaluate on. `data` are values of `--data`; None leaves the choice to the model and its job."""
+    """The samples to evaluate on, and whether each is wanted with its prediction. `data` are values of `--data`; None
+    leaves the choice to the model and its job."""
 
     data: Sequence[str] = ()
     split: str | None = None
     samples: int | None = None
     beam: int | None = None
     allow_drops: bool = False
+    predictions: bool = False
 
 
 @dataclass(frozen=True)
@@ -86,7 +88,10 @@ class SampledScore:
 
 @dataclass(frozen=True, eq=False)
 class ModelScores:
-    """`samples` of the `available` ones were evaluated; `resamples` has each score on resamples of them."""
+    """`samples` of the `available` ones were evaluated; `resamples` has each score on resamples of them.
+
+    `predictions` has a JSON object for each sample, if they were asked for.
+    """
 
     subject: Subject
     step: int
@@ -99,6 +104,7 @@ class ModelScores:
     shown: Sequence[Sample]
     notes: Sequence[str] = ()
     resamples: Mapping[str, Floats] = field(default_factory=dict)
+    predictions: Sequence[Mapping[str, Any]] = ()
 
     def as_json(self) -> dict[str, Any]:
         recipe = self.subject.recipe
@@ -334,7 +340,8 @@ def _evaluated(subject: Subject, task: EvaluationTask, options: EvaluateOptions,
     scores = recipe.score(split, ids, [measured])
     seconds = time.perf_counter() - started
     statistics = recipe.statistics(split, ids, measured) if measured.rows else {}
-    found = resampled(_matching(statistics, scores.values))
+    statistics = _matching(statistics, scores.values)
+    found = resampled(statistics)
     return ModelScores(
         subject,
         loaded.step,
@@ -352,7 +359,25 @@ def _evaluated(subject: Subject, task: EvaluationTask, options: EvaluateOptions,
         scores.samples,
         task.notes,
         found,
+        _predictions(subject, task, ids, measured, statistics) if options.predictions else (),
     )
+
+
+def _predictions(
+    subject: Subject, task: EvaluationTask, ids: Ids, measured: Measurement, statistics: Mapping[str, Statistic]
+) -> list[dict[str, Any]]:
+    """Return each sample: which one it is, what the model made of it, and its own scores."""
+    by_sample = {name: statistic.by_sample for name, statistic in statistics.items()}
+    records = task.recipe.sample_records(task.split, ids, measured)
+    return [
+        {
+            "model": subject.name,
+            "sample": sample,
+            **record,
+            "scores": {name: value for name, column in by_sample.items() if (value := column[place]) is not None},
+        }
+        for place, (sample, record) in enumerate(zip(ids.tolist(), records, strict=True))
+    ]
 
 
 def _matching(statistics: Mapping[str, Statistic], values: Mapping[str, float]) -> dict[str, Statistic]:

@@ -8,6 +8,7 @@ from __future__ import annotations
 import hashlib
 from array import array
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -80,7 +81,7 @@ def _survey(packing: Packing, contents: PackContents, advance: Advance) -> int:
     """Note the fingerprint of every training pair; return the number of their characters."""
     seen = contents.fingerprints["train"]
     characters = 0
-    for _, _, pair in _kept(packing, DropCounter(), DropCounter()):  # the last pass counts what is left out
+    for _, _, _, pair in _kept(packing, DropCounter(), DropCounter()):  # the last pass counts what is left out
         seen.append(fingerprint(pair))
         characters += len(pair.source) + len(pair.target)
         if len(seen) % _ADVANCE_EVERY == 0:
@@ -92,7 +93,7 @@ def _fit(packing: Packing, share: float, advance: Advance) -> tuple[Vocabulary, 
     """Learn the vocabularies from a share of the training pairs, evenly spaced."""
 
     def sample() -> Iterator[TextPair]:
-        for number, (_, _, pair) in enumerate(_kept(packing, DropCounter(), DropCounter()), 1):
+        for number, (_, _, _, pair) in enumerate(_kept(packing, DropCounter(), DropCounter()), 1):
             if number % _ADVANCE_EVERY == 0:
                 advance(_ADVANCE_EVERY)
             if int(number * share) > int((number - 1) * share):
@@ -106,65 +107,66 @@ def _fit(packing: Packing, share: float, advance: Advance) -> tuple[Vocabulary, 
     return source, Vocabulary.fit((pair.target for pair in sample()), size)
 
 
-Chosen = Iterator[tuple[int, TextPair]]
-"""Pairs, each with the number of its source."""
+Chosen = Iterator[tuple[int, int, TextPair]]
+"""Pairs, each with the number of its source and its line there."""
 
 
 def _trained(packing: Packing, contents: PackContents, again: NDArray[np.bool_]) -> Chosen:
     build = contents.splits["train"]
     kept = _kept(packing, build.dropped, build.filtered)
-    for repeats, (index, name, pair) in zip(again, kept, strict=True):
+    for repeats, (index, name, line, pair) in zip(again, kept, strict=True):
         if repeats:
             build.filtered(DUPLICATE, name)
         else:
-            yield index, pair
+            yield index, line, pair
 
 
 def _evaluated(contents: PackContents, split: str, sources: Sources) -> Chosen:
     """Yield all pairs of an evaluation split: filtering them would make scores incomparable."""
     dropped = contents.splits[split].dropped
     for index, source in enumerate(sources):
-        for name, pair in _read(source, dropped):
+        for name, line, pair in _read(source, dropped):
             if is_too_long(pair.source) or is_too_long(pair.target):
                 dropped(TOO_LONG, name)
                 continue
             contents.fingerprints[split].append(fingerprint(pair))
-            yield index, pair
+            yield index, line, pair
 
 
 def _held_out(packing: Packing, contents: PackContents) -> Chosen:
     """Yield each pair of the training data that is held out, once."""
     seen = set[int]()
-    for index, _, pair in _kept(packing, DropCounter(), DropCounter(), held_out=True):  # the others count them
+    for index, _, line, pair in _kept(packing, DropCounter(), DropCounter(), held_out=True):  # the others count them
         if (number := fingerprint(pair)) not in seen:
             seen.add(number)
             contents.fingerprints["valid"].append(number)
-            yield index, pair
+            yield index, line, pair
 
 
 def _kept(
     packing: Packing, dropped: Drop, filtered: Drop, held_out: bool = False
-) -> Iterator[tuple[int, str, TextPair]]:
-    """Yield the pairs of the training data that the settings keep, with the number of their source and their own name.
+) -> Iterator[tuple[int, str, int, TextPair]]:
+    """Yield the pairs of the training data that the settings keep: the number of their source, their name and line.
 
     Either those that are held out to validate, or the others.
     """
     for index, source in enumerate(packing.data.train):
-        for name, pair in _read(source, dropped):
+        for name, line, pair in _read(source, dropped):
             # By the source alone: the same sentence with another translation is no test either.
             if is_held_out(pair.source.encode(errors="surrogatepass"), packing.data.held_out) != held_out:
                 continue
             reason = filter_reason(pair, packing.data)
             if reason is None:
-                yield index, name, pair
+                yield index, name, line, pair
             else:
                 filtered(reason, name)
 
 
-def _read(source: Source, dropped: Drop) -> Iterator[tuple[str, TextPair]]:
+def _read(source: Source, dropped: Drop) -> Iterator[tuple[str, int, TextPair]]:
     file = Path(source.paths[0]).name
     for number, pair in enumerate(source.pairs(dropped), 1):
-        yield f"{file}:{pair.line or number}", pair
+        line = pair.line or number
+        yield f"{file}:{line}", line, pair
 
 
 def _make_shards(
@@ -175,27 +177,32 @@ def _make_shards(
     vocabularies: tuple[Vocabulary, Vocabulary],
     advance: Advance,
 ) -> None:
-    for number, (index, pairs) in enumerate(_parts(chosen)):
+    for number, (index, lines, pairs) in enumerate(_parts(chosen)):
         target = ShardTarget(packing.name, split, number, index)
         finished = target.find(packing.store)
         if finished is None:
-            finished = target.put(packing.store, encode(pairs, *vocabularies), DropCounter())
+            columns = encode(pairs, *vocabularies)
+            if split != "train":  # predictions for these are listed with their place in the raw data
+                columns = replace(columns, plain={"line": np.array(lines, "<i8")})
+            finished = target.put(packing.store, columns, DropCounter())
         contents.splits[split].shards.append(finished)
         advance(len(pairs))
 
 
-def _parts(chosen: Chosen) -> Iterator[tuple[int, list[TextPair]]]:
-    """Group consecutive pairs of one source into shards."""
+def _parts(chosen: Chosen) -> Iterator[tuple[int, list[int], list[TextPair]]]:
+    """Group consecutive pairs of one source into shards, with their lines."""
     part: list[TextPair] = []
+    lines: list[int] = []
     current = 0
-    for index, pair in chosen:
+    for index, line, pair in chosen:
         if part and (index != current or len(part) == SHARD_PAIRS):
-            yield current, part
-            part = []
+            yield current, lines, part
+            part, lines = [], []
         current = index
         part.append(pair)
+        lines.append(line)
     if part:
-        yield current, part
+        yield current, lines, part
 
 
 def filter_reason(pair: TextPair, data: DataSettings) -> str | None:

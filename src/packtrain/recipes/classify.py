@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from abc import abstractmethod
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property, partial
 from pathlib import Path
@@ -214,7 +214,7 @@ class Classify(ImageRecipe[ImageBatches]):
         split, settings, network = request.split, self.job.train.in_epoch(request.epoch), _network(model)
         counted = self._plan(split, request.ids, settings)
         # A report shows only the first few of these. Their loss may be another worker's to count.
-        shown = request.decode_ids[:SHOWN_SAMPLES]
+        shown = request.decode_ids if request.by_sample else request.decode_ids[:SHOWN_SAMPLES]
         others = self._plan(split, np.setdiff1d(shown, request.ids), settings)
         sums = {"samples": float(len(request.ids)), "loss": 0.0, "top1": 0.0, "top5": 0.0}
         guesses: dict[int, Guess] = {}
@@ -234,7 +234,7 @@ class Classify(ImageRecipe[ImageBatches]):
                 values = {"loss": losses, "top1": right[:, 0], "top5": right.any(axis=1)}
                 for name, column in values.items():
                     sums[name] += float(column.sum())
-                parts.append((batch.ids, values))
+                parts.append((batch.ids, {**values, "confidence": chances}))
         rows = rows_in_order(request.ids, parts) if request.by_sample else {}
         names = [self.labels[guesses[sample].guess] for sample in shown.tolist()]
         outputs = names + [""] * (len(request.decode_ids) - len(shown))
@@ -278,6 +278,13 @@ class Classify(ImageRecipe[ImageBatches]):
     def statistics(self, split: str, ids: Ids, measured: Measurement) -> dict[str, Statistic]:  # noqa: ARG002
         rows = measured.rows
         return {"loss": mean(rows["loss"]), "top1": mean(rows["top1"], 100), "top5": mean(rows["top5"], 100)}
+
+    def sample_records(self, split: str, ids: Ids, measured: Measurement) -> Iterator[dict[str, Any]]:
+        labels = self._labels(split, self.final_settings.size, ids).tolist()
+        rows = zip(ids.tolist(), labels, measured.outputs, measured.rows["confidence"], strict=True)
+        for sample, label, output, confidence in rows:
+            place = self.place_of(split, sample)
+            yield {**place, "reference": self.labels[label], "prediction": output, "confidence": confidence}
 
     # Predictions.
 

@@ -12,7 +12,7 @@ from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Generic, Literal, TypeVar
+from typing import TYPE_CHECKING, Any, Generic, Literal, TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
@@ -153,6 +153,12 @@ class ImageRecipe(Recipe, Generic[Batches]):
     def count(self, split: str) -> int:
         splits = self.pack.manifest.splits
         return splits[split].samples if split in splits else 0
+
+    def place_of(self, split: str, sample: int) -> dict[str, Any]:
+        """Return where an image is in the raw data: the number of its source, and its name there."""
+        shard, row = self.pack.split(split).at(sample)
+        name = shard.ragged["name"][row].tobytes().decode(errors="replace")
+        return {"source": self.source_of(split, sample)[0], "file": name}
 
     def pictured(
         self, split: str, size: int, samples: Mapping[int, Sample]

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 from abc import abstractmethod
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar, TypeVar
 
 import numpy as np
@@ -217,6 +218,21 @@ class PairRecipe(Recipe):
         rows = measured.rows
         graded = self.grade_statistics(rows, self._references(split, ids), measured.outputs)
         return {"loss": ratio(rows["loss"], rows["tokens"]), **graded}
+
+    def sample_records(self, split: str, ids: Ids, measured: Measurement) -> Iterator[dict[str, Any]]:
+        reader = self.pack.split(split)
+        texts = (self._texts(self.pairs[split].source, ids), self._references(split, ids), measured.outputs)
+        for sample, text, reference, output in zip(ids.tolist(), *texts, strict=True):
+            number, source = self.source_of(split, sample)
+            shard, row = reader.at(sample)
+            yield {
+                "source": number,
+                "file": None if source is None else Path(source.paths[0]).name,
+                "line": int(shard.plain["line"][row]) if "line" in shard.plain else None,
+                "input": text,
+                "reference": reference,
+                "prediction": output,
+            }
 
     def _references(self, split: str, ids: Ids) -> list[str]:
         # Whole references: scores must not depend on how a model truncates its targets.

@@ -22,6 +22,7 @@ from packtrain.data.order import Ids, block
 from packtrain.data.pack import Pack
 from packtrain.errors import FieldMistake, Mistake, nearest
 from packtrain.job.job import Job, ModelSettings
+from packtrain.job.kinds import Source
 from packtrain.pack.manifest import Kind
 from packtrain.recipes.statistics import Statistic
 from packtrain.run.records import Sample
@@ -329,6 +330,19 @@ class Recipe(ABC):
         `measured` is the result of a request with these `ids` to count and to decode, `by_sample`.
         """
         return {}
+
+    def sample_records(self, split: str, ids: Ids, measured: Measurement) -> Iterator[dict[str, Any]]:  # noqa: ARG002
+        """Yield, for scripts, where each sample is in the raw data, its input if that is text, its reference and the
+        prediction. `measured` is as for `statistics`."""
+        for output in measured.outputs:
+            yield {"prediction": output}
+
+    def source_of(self, split: str, sample: int) -> tuple[int, Source | None]:
+        """Return the number of the source that a sample is from, and the source if the job names it."""
+        data, counts = self.job.data, self.pack.manifest.splits[split].sources
+        sources = data.train if split == "valid" and data.held_out is not None else getattr(data, split)
+        number = int(np.searchsorted(np.cumsum(counts), sample, side="right"))
+        return number, sources[number] if number < len(sources) else None
 
     # Predictions.
 

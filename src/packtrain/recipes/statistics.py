@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
@@ -26,16 +27,24 @@ _MAX_EXPONENT = 700.0  # beyond that, exp overflows
 class Statistic:
     """The parts of a score: a row for each sample, and the score as a function of sums of rows.
 
-    `score` takes sums [corpora, columns] and returns scores [corpora].
+    `score` takes sums [corpora, columns] and returns scores [corpora]; `score_alone` does for samples by themselves, if
+    that is another formula.
     """
 
     rows: Floats
     score: Callable[[Floats], Floats]
+    score_alone: Callable[[Floats], Floats] | None = None
 
     @property
     def value(self) -> float:
         """The score of all samples."""
         return float(self.score(self.rows.sum(axis=0, keepdims=True))[0])
+
+    @property
+    def by_sample(self) -> list[float | None]:
+        """The score of each sample by itself; None if the sample does not count for this score."""
+        scores = (self.score_alone or self.score)(self.rows).tolist()
+        return [score if row.any() else None for score, row in zip(scores, self.rows, strict=True)]
 
 
 def ratio(parts: ArrayLike, wholes: ArrayLike, scale: float = 1.0) -> Statistic:
@@ -58,22 +67,25 @@ def perplexity(losses: ArrayLike, tokens: ArrayLike) -> Statistic:
 def bleu_statistic(rows: Floats, order: int = BLEU_ORDERS, smooth: bool = True) -> Statistic:
     """Return BLEU up to an order, smoothed as mteval does (SacreBLEU's `exp`) or not at all.
 
-    A row is the length of the output, that of its reference, the matching n-grams of each order, and all n-grams.
+    A row is the length of the output, that of its reference, the matching n-grams of each order, and all n-grams. An
+    output that is shorter than the order is scored alone by the orders that it has (SacreBLEU's effective order).
     """
 
-    def score(sums: Floats) -> Floats:
+    def score(sums: Floats, effective: bool = False) -> Floats:
         said, known = sums[:, 0], sums[:, 1]
         correct, total = sums[:, 2 : 2 + order], sums[:, 2 + BLEU_ORDERS : 2 + BLEU_ORDERS + order]
         # The n-th order without a match counts as if it had 1 / 2 ** n of one.
         smoothed = 0.5 ** np.cumsum((correct == 0) & (total > 0), axis=1) if smooth else 0.0
         precisions = _quotient(np.where(correct == 0, smoothed, correct), total)
         with np.errstate(divide="ignore"):  # a precision of 0 makes the score 0
-            logarithms = np.log(precisions).mean(axis=1)
+            counted = (total > 0) | (not effective)
+            logarithms = np.log(precisions, out=np.zeros_like(precisions), where=counted).sum(axis=1)
+            logarithms /= np.maximum(1, counted.sum(axis=1))
             penalty = np.minimum(0.0, 1 - np.where(said > 0, known / np.where(said > 0, said, 1), np.inf))
         found: Floats = np.where(correct.any(axis=1), 100 * np.exp(penalty + logarithms), 0.0)
         return found
 
-    return Statistic(rows, score)
+    return Statistic(rows, score, partial(score, effective=True))
 
 
 def bleu_rows(outputs: Sequence[str], references: Sequence[Sequence[str]], tokenize: str) -> Floats:

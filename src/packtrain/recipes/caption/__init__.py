@@ -368,6 +368,11 @@ class Caption(ImageRecipe[CaptionBatches]):
             found[f"cider_{name}"] = ratio(scores, mine)
         return found
 
+    def sample_records(self, split: str, ids: Ids, measured: Measurement) -> Iterator[dict[str, Any]]:
+        texts = self.references(split).texts
+        for sample, output in zip(ids.tolist(), measured.outputs, strict=True):
+            yield {**self.place_of(split, sample), "references": texts[sample], "prediction": output}
+
     def references(self, split: str) -> CaptionReferences:
         """Return the captions of a whole split, however few of its samples are decoded."""
         if split not in self._references:
