@@ -1,9 +1,12 @@
 from __future__ import annotations
 
+import io
+import re
 from pathlib import Path
 from xml.etree import ElementTree
 
 import pytest
+from PIL import Image, ImageColor
 
 from packtrain.errors import Mistake
 from packtrain.report.page import Series
@@ -75,8 +78,32 @@ def test_the_picture_is_a_document_of_its_own_with_a_legend() -> None:
     assert "var(" not in many.svg(), "other programs than browsers do not know variables"
 
 
-def test_a_picture_is_saved_as_svg_only(tmp_path: Path) -> None:
+def test_a_picture_is_saved_in_the_format_of_its_suffix(tmp_path: Path) -> None:
     plot = plot_of({"a-1": trained(3)}, ["loss"])
     assert plot.save(tmp_path / "loss.svg").read_text() == plot._repr_svg_()
-    with pytest.raises(Mistake, match=r"only \.svg"):
-        plot.save(tmp_path / "loss.png")
+    with Image.open(plot.save(tmp_path / "loss.PNG")) as picture:
+        assert picture.format == "PNG"
+    with pytest.raises(Mistake, match=r"loss\.pdf': the name of a picture must end in \.svg or \.png$"):
+        plot.save(tmp_path / "loss.pdf")
+
+
+def test_a_png_has_the_lines_dots_and_texts_of_the_svg() -> None:
+    rising, falling = [(0.0, 0.0), (1.0, 10.0)], [(0.0, 10.0), (1.0, 0.0)]
+    plot = Plot("loss", (Series("first", rising), Series("second", falling, marked=True)))
+    picture = Image.open(io.BytesIO(plot.png()))
+    root = ElementTree.fromstring(plot.svg())  # noqa: S314
+    assert picture.size == tuple(2 * int(root.attrib[side]) for side in ("width", "height"))
+    top = float(root.find(f"{SVG}g").attrib["transform"].partition(",")[2][:-1])  # type: ignore[union-attr]
+    lines = [line.attrib["points"].split() for line in root.iter(f"{SVG}polyline")]
+    for number, points in enumerate(lines):
+        (x1, y1), (x2, y2) = (tuple(map(float, point.split(","))) for point in points)
+        quarter = ((3 * x1 + x2) / 4, (3 * y1 + y2) / 4 + top)
+        at = round(2 * quarter[0]), round(2 * quarter[1])
+        assert picture.getpixel(at) == ImageColor.getrgb(re.findall(r"\.s\d+{color:(#\w+)}", plot.svg())[number])
+    dot = next(iter(root.find(f"{SVG}g").iter(f"{SVG}circle")))  # type: ignore[union-attr]
+    above = round(2 * float(dot.attrib["cx"])), round(2 * (float(dot.attrib["cy"]) + top - 2))
+    assert picture.getpixel(above) != (255, 255, 255)
+    for text in root.iter(f"{SVG}text"):
+        y = float(text.attrib["y"]) + (top if text.get("class") == "tick" else 0)
+        band = picture.crop((0, round(2 * (y - 10)), picture.width, round(2 * y)))
+        assert min(band.convert("L").getextrema()) < 200, text.text

@@ -1,17 +1,19 @@
 """Curves of one run or several as a picture that a notebook shows and that saves as a file.
 
 The picture is SVG without a background, in colors that can be read on white and on black paper: a notebook's theme is
-not known to what is shown in it.
+not known to what is shown in it. As PNG, for slides and mails, the same picture is drawn on white.
 """
 
 from __future__ import annotations
 
+import io
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from html import escape
 from pathlib import Path
 from typing import Literal
+from xml.etree import ElementTree
 
 from packtrain.errors import Mistake, harmless, nearest
 from packtrain.report.frame import in_order
@@ -23,11 +25,16 @@ Axis = Literal["step", "epoch", "hours"]
 _COLORS = (
     "#3b82e0", "#e0703a", "#35a873", "#a566c4", "#c9a227", "#3fa9bd", "#e05c8a", "#8a8f98", "#7a9a3a", "#6f6fd8",
 )  # fmt: skip
+_TEXT, _GRID_OPACITY, _LINE = "#808a96", 0.25, 1.6
+_SIZE, _TITLE_SIZE = 11, 13  # of text
 _STYLE = (
-    "text{font:11px system-ui,sans-serif;fill:#808a96}.grid{stroke:#808a96;stroke-opacity:.25}"
-    ".line{fill:none;stroke-width:1.6;stroke:currentColor}.dot{fill:currentColor}.key{fill:currentColor}"
-    ".title{font-size:13px;font-weight:600}"
+    f"text{{font:{_SIZE}px system-ui,sans-serif;fill:{_TEXT}}}.grid{{stroke:{_TEXT};stroke-opacity:{_GRID_OPACITY}}}"
+    f".line{{fill:none;stroke-width:{_LINE};stroke:currentColor}}.dot{{fill:currentColor}}.key{{fill:currentColor}}"
+    f".title{{font-size:{_TITLE_SIZE}px;font-weight:600}}"
 )
+_PLACES = ("x1", "y1", "x2", "y2", "cx", "cy", "r")
+_PNG_SCALE = 2  # pixels per unit of the picture
+_OVERSAMPLING = 4  # of lines, which Pillow draws without smooth edges
 _KEY_HEIGHT, _CHARACTER_WIDTH = 16, 6.2  # of the legend
 
 
@@ -61,16 +68,67 @@ class Plot:
             f'<g transform="translate(0,{top})">{drawn}</g></svg>\n'
         )
 
+    def png(self) -> bytes:
+        return _drawn(ElementTree.fromstring(self.svg()))  # noqa: S314 - written here
+
     def save(self, path: str | Path) -> Path:
-        """Write the picture as an .svg file, and return its path."""
+        """Write the picture as an .svg or .png file, and return its path."""
         target = Path(path)
-        if target.suffix.lower() != ".svg":
-            raise Mistake(f"{str(path)!r}: only .svg can be written; a browser or Inkscape converts it")
-        target.write_text(self.svg())
+        suffix = target.suffix.lower()
+        if suffix not in (".svg", ".png"):
+            raise Mistake(f"{str(path)!r}: the name of a picture must end in .svg or .png")
+        target.write_bytes(self.png() if suffix == ".png" else self.svg().encode())
         return target
 
     def _repr_svg_(self) -> str:
         return self.svg()
+
+
+def _drawn(picture: ElementTree.Element) -> bytes:
+    """Return a picture that `Plot.svg` has made as PNG: its lines, dots and texts are all that is in it."""
+    from PIL import Image, ImageColor, ImageDraw, ImageFont
+
+    def color_of(element: ElementTree.Element) -> tuple[int, ...]:
+        number = next((name[1:] for name in element.get("class", "").split() if name[1:].isdecimal()), None)
+        return ImageColor.getrgb(_TEXT if number is None else _COLORS[int(number) % len(_COLORS)])
+
+    size = [int(picture.get(side, "0")) * _PNG_SCALE for side in ("width", "height")]
+    scale = _PNG_SCALE * _OVERSAMPLING
+    image = Image.new("RGB", (size[0] * _OVERSAMPLING, size[1] * _OVERSAMPLING), "white")
+    draw = ImageDraw.Draw(image)
+    texts: list[tuple[ElementTree.Element, float]] = []
+
+    def draw_all(parent: ElementTree.Element, top: float) -> None:
+        for element in parent:
+            kind, place = element.tag.rpartition("}")[2], {name: float(element.get(name, "0")) for name in _PLACES}
+            if kind == "g":  # moved down by its only attribute, `translate(0,54)`
+                draw_all(element, top + float(element.attrib["transform"].rpartition(",")[2].rstrip(")")))
+            elif kind == "line":
+                grid = tuple(round(255 - _GRID_OPACITY * (255 - part)) for part in color_of(element))
+                ends = (place["x1"], place["y1"] + top, place["x2"], place["y2"] + top)
+                draw.line([end * scale for end in ends], grid, scale)
+            elif kind == "polyline":
+                pairs = [pair.split(",") for pair in element.attrib["points"].split()]
+                points = [(float(x) * scale, (float(y) + top) * scale) for x, y in pairs]
+                draw.line(points, color_of(element), round(_LINE * scale), joint="curve")
+            elif kind == "circle":
+                center = (place["cx"] * scale, (place["cy"] + top) * scale)
+                draw.circle(center, place["r"] * scale, color_of(element))
+            elif kind == "text":
+                texts.append((element, top))
+
+    draw_all(picture, 0.0)
+    image = image.resize((size[0], size[1]), Image.Resampling.BOX)
+    draw = ImageDraw.Draw(image)
+    for element, top in texts:  # in the final size: fonts have smooth edges already
+        font_size = _TITLE_SIZE if element.get("class") == "title" else _SIZE
+        anchor = {"middle": "ms", "end": "rs"}.get(element.get("text-anchor", ""), "ls")
+        at = (float(element.attrib["x"]) * _PNG_SCALE, (float(element.attrib["y"]) + top) * _PNG_SCALE)
+        font = ImageFont.load_default(font_size * _PNG_SCALE)
+        draw.text(at, element.text or "", color_of(element), font, anchor)
+    file = io.BytesIO()
+    image.save(file, "PNG", optimize=True)
+    return file.getvalue()
 
 
 def plot_of(
