@@ -14,11 +14,13 @@ from packtrain.pack.build import PlainProgress
 from packtrain.run import liveness
 from packtrain.run.checkpoint import commit
 from packtrain.run.inputs import staged
-from packtrain.run.records import JobSource, Result
+from packtrain.run.records import FleetLaunch, JobSource, Result
 from packtrain.run.run import Run
 from packtrain.run.trust import is_remembered, refuse, remember
-from packtrain.start import create, dry_run, load, prepare, prepare_run, reopen
+from packtrain.start import create, dry_run, edited_since, load, prepare, prepare_run, reopen
 from packtrain.store import Store, open_store
+from packtrain.system import this_client
+from packtrain.units import show_time
 from parts.runs import a_lease, new_run, recipe_job, write_files
 
 
@@ -53,7 +55,72 @@ def test_a_run_keeps_its_job_as_it_was_written(tmp_path: Path) -> None:
     text = "# why\nname: job  # a name\nprogram: [train.py]\nstore: ./store\n"
     write_files(tmp_path, {"mine.yaml": text.encode(), "train.py": b""})
     run = create(load(tmp_path / "mine.yaml", ["fleet.workers=2"]), PlainProgress(lambda _: None))
-    assert run.source() == JobSource("mine.yaml", text, ("fleet.workers=2",))
+    assert run.source() == JobSource("mine.yaml", text, ("fleet.workers=2",), directory=str(tmp_path))
+
+
+@pytest.fixture
+def started_program(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, processes: None) -> Run:
+    """A run of `job.yaml` and `train.py` in this directory, which this person has started."""
+    monkeypatch.chdir(tmp_path)
+    write_files(tmp_path, {"job.yaml": b"name: job\nprogram: [train.py]\n", "train.py": b"oops()\n"})
+    return launched(create(load("job.yaml", ["fleet.workers=2"]), PlainProgress(lambda _: None)))
+
+
+def launched(run: Run, client: str = "") -> Run:
+    run.record_launch(FleetLaunch(1.79e9, client or this_client(), {}))
+    return run
+
+
+def test_nobody_is_told_of_code_that_is_as_it_was(started_program: Run, tmp_path: Path) -> None:
+    assert edited_since(started_program) is None
+    (tmp_path / ".cache").mkdir()
+    (tmp_path / ".cache/x").write_text("not in a snapshot")
+    assert edited_since(started_program) is None
+
+
+def test_a_resume_names_the_edited_files_and_the_command_that_uses_them(started_program: Run, tmp_path: Path) -> None:
+    (tmp_path / "train.py").write_text("fine()\n")
+    when = show_time(1.79e9)
+    stored = f"resumes the code of {when}; train.py changed since. To use what is there now: packtrain run job.yaml"
+    assert edited_since(started_program) == f"{stored} --set fleet.workers=2"
+    commit(started_program, 3, 1, None, write_files(tmp_path.parent / "saved", {"files.json": b"{}"}))
+    line = edited_since(started_program, ["budget.hours=2"])
+    assert line == f"{stored} --set fleet.workers=2 --set budget.hours=2 --from job-1"
+
+
+def test_that_command_finds_the_run_from_another_directory(
+    started_program: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    commit(started_program, 3, 1, None, write_files(tmp_path.parent / "saved", {"files.json": b"{}"}))
+    (tmp_path / "more.py").write_text("")
+    (tmp_path / "job.yaml").write_text("name: job\nprogram: [more.py]\n")
+    monkeypatch.chdir(tmp_path.parent)
+    line = edited_since(started_program)
+    assert line is not None
+    assert "; job.yaml, more.py changed since." in line
+    command = f"packtrain run {tmp_path.name}/job.yaml --set fleet.workers=2 --from {tmp_path}/store/job-1"
+    assert line.endswith(command)
+
+
+def test_code_of_somebody_else_or_that_has_moved_is_not_compared(started_program: Run, tmp_path: Path) -> None:
+    (tmp_path / "train.py").write_text("fine()\n")
+    theirs = Run(started_program.store, "theirs-1", started_program.job_data, started_program.code)
+    source = started_program.source()
+    assert source is not None
+    theirs.put_source(source)
+    assert edited_since(launched(theirs, "somebody@elsewhere")) is None
+    (tmp_path / "job.yaml").rename(tmp_path / "moved.yaml")
+    assert edited_since(started_program) is None
+
+
+def test_an_edited_job_file_of_a_recipe_is_named(directory_store: Store, tmp_path: Path) -> None:
+    (tmp_path / "job.yaml").write_text("# new\n")
+    run = launched(new_run(directory_store, recipe_job()))
+    run.put_source(JobSource("job.yaml", "# old\n", directory=str(tmp_path)))
+    line = edited_since(run)
+    assert line is not None
+    assert line.startswith("resumes the job file of ")
+    assert "; job.yaml changed since." in line
 
 
 def test_what_is_set_when_a_run_continues_joins_what_was_set_before(directory_store: Store, tmp_path: Path) -> None:

@@ -25,7 +25,7 @@ from packtrain.run.liveness import State, StateWatch, attempt, state_of, states_
 from packtrain.run.records import LogLine, Point, Result
 from packtrain.run.run import Run, open_run, run_names
 from packtrain.run.trust import Accept, CodeReview
-from packtrain.start import Beginning, create, load, reopen, start, wait_until_joined
+from packtrain.start import Beginning, create, edited_since, load, reopen, start, wait_until_joined
 from packtrain.store import open_store
 from packtrain.units import counted
 
@@ -121,6 +121,8 @@ class RunHandle:
         # Unlike the command, which follows a running run: a call that does nothing would hide a mistake.
         if state == "running" or (state == "finished" and not overrides):
             raise Mistake(f"{self.name} is {state}; only a run that stopped or failed can be resumed")
+        if (line := edited_since(self._run, overrides)) is not None:
+            print(f"note: {line}")
         self._run = reopen(self._run, _trusting(trust_code), print, overrides)
         wait_until_joined(start(self._run, tied=False))
 

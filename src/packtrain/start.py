@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import shlex
 import shutil
 import time
 import uuid
@@ -24,7 +25,7 @@ from packtrain.job.changes import FieldChange, changed_job
 from packtrain.job.job import MIN_VOCABULARY, CodeOrigin, Job, Option
 from packtrain.job.kinds import FLEETS, word_of
 from packtrain.job.launchers import command_of, is_python, without_launcher
-from packtrain.job.load import LoadedJob, load_job
+from packtrain.job.load import LoadedJob, load_job, text_of
 from packtrain.job.part import is_address
 from packtrain.node.deadline import seconds_left, used_up
 from packtrain.pack.build import PackProgress
@@ -33,8 +34,9 @@ from packtrain.pack.manifest import Manifest, find_manifest, missing_files, pack
 from packtrain.pack.packing import pack
 from packtrain.pack.workers import Processes, Workers
 from packtrain.recipes import Recipe, check_recipe, recipe_class, recipe_defaults
-from packtrain.run.checkpoint import last_step
-from packtrain.run.code import CodeSnapshot, archive, git_commit, snapshot
+from packtrain.report.summary import is_started_here
+from packtrain.run.checkpoint import committed, last_step
+from packtrain.run.code import CodeSnapshot, archive, files_of, git_commit, snapshot
 from packtrain.run.inputs import GIVEN, given_keys, is_remote, keys_of, put_input
 from packtrain.run.records import MAX_RECORD_BYTES, Event, FleetLaunch, JobSource
 from packtrain.run.removal import remove_run
@@ -45,7 +47,9 @@ from packtrain.store import Store, open_store
 from packtrain.system import cache_directory, sha256_of, this_client
 from packtrain.train.progress import Progress
 from packtrain.train.schedule import rate_of
-from packtrain.units import Duration
+from packtrain.units import Duration, show_time
+
+_NAMED = 3  # edited files that a line names
 
 
 def load(path: str | Path, overrides: Sequence[str] = (), allow_drops: bool = False) -> LoadedJob:
@@ -226,7 +230,9 @@ def prepare_run(
         notes += [("warning", line) for line in too_large(job, packed, store)]
         if parent is None:  # whose weights would replace them
             notes += [("from", line) for line in _checked_files(loaded, files, packed.classes)]
-    source = JobSource(loaded.file, loaded.text, loaded.overrides, *git_commit(loaded.code))
+    source = JobSource(
+        loaded.file, loaded.text, loaded.overrides, *git_commit(loaded.code), directory=str(loaded.directory)
+    )
     made = NewRun(store, job.model_copy(update=updates), code.archive, packed, source, notes=notes)
     if parent is None or beginning is None:
         return made
@@ -409,6 +415,40 @@ def reopen(run: Run, accept: Accept, say: Say = print, overrides: Sequence[str] 
         raise AlreadyComplete(f"{run.name} is complete by now")
     run.reopen()
     return run
+
+
+def edited_since(run: Run, overrides: Sequence[str] = ()) -> str | None:
+    """Return a line for a person who resumes a run if its job file or its code was edited since they started it.
+
+    What resumes is what the run has stored, with these `overrides`. None if nothing differs, or if that cannot be seen
+    from here.
+    """
+    source = run.source()
+    if source is None or not source.directory or not is_started_here(run):
+        return None
+    directory = Path(source.directory)
+    try:
+        edited = set() if text_of(directory / source.file) == source.text else {source.file}
+        if run.job.has_own_code:
+            here = snapshot(directory / run.job.code).archive
+            stored, current = ({file.name: file for file in files_of(data)} for data in (run.code, here))
+            edited |= {name for name in stored | current if stored.get(name) != current.get(name)}
+    except (Mistake, OSError):  # moved, or too large by now
+        return None
+    if not edited:
+        return None
+    command = ["packtrain", "run", os.path.relpath(directory / source.file)]
+    source = replace(source, overrides=(*source.overrides, *overrides))
+    command += [word for override in source.last_overrides for word in ("--set", override)]
+    if committed(run):
+        is_its_store = run.store.url in (run.job.store, str(Path(run.job.store).expanduser().absolute()))
+        command += ["--from", run.name if is_its_store else f"{run.store.url}/{run.name}"]
+    names, code = sorted(edited), "code" if run.job.has_own_code else "job file"
+    which = ", ".join(names[:_NAMED]) + (f" and {len(names) - _NAMED} more" if len(names) > _NAMED else "")
+    return (
+        f"resumes the {code} of {show_time(run.launches()[0].time)}; {which} changed since. To use what is there now:"
+        f" {shlex.join(command)}"
+    )
 
 
 def _needs_trust(job: Job) -> bool:

@@ -58,7 +58,8 @@ def test_the_scores_of_single_samples_are_those_of_sacrebleu() -> None:
     outputs = ["yes", "the dog", *worse(references[2:-1], 0.3, seed=1), ""]
     found = statistics(outputs, references)
     for name, metric in (("BLEU", BLEU(effective_order=True)), ("chrF2", CHRF())):
-        expected = [metric.sentence_score(*texts).score for texts in zip(outputs, ([one] for one in references))]
+        texts = zip(outputs, references, strict=True)
+        expected = [metric.sentence_score(output, [reference]).score for output, reference in texts]
         assert found[name].by_sample == pytest.approx(expected, abs=1e-9)
     assert found["BLEU"].by_sample[0] == pytest.approx(100)
 

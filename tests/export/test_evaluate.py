@@ -118,7 +118,8 @@ def test_predictions_name_each_sample_and_have_its_own_scores(any_run: tuple[Run
         assert places == [(0, name, line) for line in range(1, found.samples + 1)]
         assert all({"input", "reference", "prediction"} < row.keys() for row in found.predictions)
     elif run.job.recipe == "classify":
-        assert set(places) == {(0, f"{'cat dog elk'.split()[number % 3]}/{number}.jpg", None) for number in range(12)}
+        classes = ("cat", "dog", "elk")
+        assert set(places) == {(0, f"{classes[number % 3]}/{number}.jpg", None) for number in range(12)}
         assert all(row["file"].startswith(f"{row['reference']}/") for row in found.predictions)
         right = [100.0 * (row["prediction"] == row["reference"]) for row in found.predictions]
         assert [row["scores"]["top1"] for row in found.predictions] == right
@@ -254,7 +255,9 @@ def test_everything_is_in_the_json(command: Call) -> None:
 
 
 def test_predictions_of_both_models_are_lines_of_json(command: Call, place: Path) -> None:
-    code, out, _ = command("greetings-1", "--data", "new.tsv", "--against", "greetings-2", "--predictions", "found.jsonl")
+    code, out, _ = command(
+        "greetings-1", "--data", "new.tsv", "--against", "greetings-2", "--predictions", "found.jsonl"
+    )
     assert code == 0
     assert out.endswith("Predictions: found.jsonl\n")
     rows = [json.loads(line) for line in (place / "found.jsonl").read_text().splitlines()]

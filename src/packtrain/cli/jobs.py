@@ -202,7 +202,7 @@ def resume(
     from packtrain.errors import Mistake
     from packtrain.job.changes import changed_job
     from packtrain.run.liveness import state_of
-    from packtrain.start import AlreadyComplete, reopen
+    from packtrain.start import AlreadyComplete, edited_since, reopen
 
     _check_modes(foreground, detach)
     found = find_run(store, name)
@@ -222,6 +222,8 @@ def resume(
         sys.exit(follow(found, [], foreground=False, quiet=quiet))
     job = changed_job(found.job_data, overrides)[0] if overrides else found.job
     _check_modes(foreground, detach, job.fleet.kind)
+    if (line := edited_since(found, overrides or ())) is not None:
+        console().say(("note", "dim"), f"  {line}")
     try:
         reopened = reopen(found, trusting(trust_code), _print_line, overrides or ())
     except AlreadyComplete:  # its machines had left, and its result came a moment later

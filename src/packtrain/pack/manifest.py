@@ -77,10 +77,11 @@ class Split:
 class Manifest:
     """`name` is the pack's folder: the name of the job and the digest of sources and settings.
 
-    Pairs have token columns `source` and `target` and, except for training, their `line` in the raw data. Images have `name`, `jpeg`, `segments`, `width` and `height`, with
-    the class in `label`, or with `captions` (tokens of all captions of an image) and `caption_lengths` (of each).
-    Without `target_vocabulary` both sides of a pair use `vocabulary`. The split `train@160` has the samples of `train`
-    with at most 160 pixels on the short side, in the same shards and the same order.
+    Pairs have token columns `source` and `target` and, except for training, their `line` in the raw data. Images have
+    `name`, `jpeg`, `segments`, `width` and `height`, with the class in `label`, or with `captions` (tokens of all
+    captions of an image) and `caption_lengths` (of each). Without `target_vocabulary` both sides of a pair use
+    `vocabulary`. The split `train@160` has the samples of `train` with at most 160 pixels on the short side, in the
+    same shards and the same order.
     """
 
     format: Count

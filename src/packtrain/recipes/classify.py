@@ -216,7 +216,7 @@ class Classify(ImageRecipe[ImageBatches]):
         # A report shows only the first few of these. Their loss may be another worker's to count.
         shown = request.decode_ids if request.by_sample else request.decode_ids[:SHOWN_SAMPLES]
         others = self._plan(split, np.setdiff1d(shown, request.ids), settings)
-        sums = {"samples": float(len(request.ids)), "loss": 0.0, "top1": 0.0, "top5": 0.0}
+        sums = {"samples": float(len(request.ids)), "loss": 0.0, "top1": 0.0, "top5": 0.0, "confidence": 0.0}
         guesses: dict[int, Guess] = {}
         parts: list[tuple[Ids, dict[str, NDArray[Any]]]] = []
         batches = self.copies.batches(split, settings.size)
@@ -231,10 +231,10 @@ class Classify(ImageRecipe[ImageBatches]):
             if number < len(counted):
                 right = best == labels[:, None]
                 losses = -np.take_along_axis(likely, labels[:, None], 1)[:, 0]
-                values = {"loss": losses, "top1": right[:, 0], "top5": right.any(axis=1)}
+                values = {"loss": losses, "top1": right[:, 0], "top5": right.any(axis=1), "confidence": chances}
                 for name, column in values.items():
                     sums[name] += float(column.sum())
-                parts.append((batch.ids, {**values, "confidence": chances}))
+                parts.append((batch.ids, values))
         rows = rows_in_order(request.ids, parts) if request.by_sample else {}
         names = [self.labels[guesses[sample].guess] for sample in shown.tolist()]
         outputs = names + [""] * (len(request.decode_ids) - len(shown))

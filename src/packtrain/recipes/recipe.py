@@ -334,8 +334,8 @@ class Recipe(ABC):
     def sample_records(self, split: str, ids: Ids, measured: Measurement) -> Iterator[dict[str, Any]]:  # noqa: ARG002
         """Yield, for scripts, where each sample is in the raw data, its input if that is text, its reference and the
         prediction. `measured` is as for `statistics`."""
-        for output in measured.outputs:
-            yield {"prediction": output}
+        decoded = len(measured.outputs) == len(ids)
+        yield from ({"prediction": output} for output in measured.outputs) if decoded else ({} for _ in ids)
 
     def source_of(self, split: str, sample: int) -> tuple[int, Source | None]:
         """Return the number of the source that a sample is from, and the source if the job names it."""

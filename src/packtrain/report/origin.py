@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import shlex
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 import yaml
@@ -108,7 +109,7 @@ def reproduce(evidence: Evidence) -> Finding:
     source = evidence.source or generated_source(job)
     on_gpus = job.recipe is not None and any(lease.facts.gpus for lease in evidence.leases)
     rows = [
-        *(("--set", one) for one in _last_of_each(source.overrides)),
+        *(("--set", one) for one in source.last_overrides),
         ("git commit", _commit(source)),
         ("job", f"sha256 {evidence.job_digest}" if evidence.job_digest else ""),
         ("job and code", f"sha256 {evidence.code_digest}" if evidence.code_digest else ""),
@@ -145,19 +146,14 @@ def reproduce(evidence: Evidence) -> Finding:
 
 def command_of(source: JobSource, pack: str = "", job: Job | None = None) -> str:
     """Return the command that starts the same run again, with a line for each part if it is long."""
-    overrides = _last_of_each([*source.overrides, *([f"data.pack={pack}"] if pack else [])])
-    parts = [shlex.join(["packtrain", "run", source.file]), *(shlex.join(["--set", one]) for one in overrides)]
+    packed = replace(source, overrides=(*source.overrides, f"data.pack={pack}")) if pack else source
+    overrides = [shlex.join(["--set", override]) for override in packed.last_overrides]
+    parts = [shlex.join(["packtrain", "run", source.file]), *overrides]
     if job is not None and job.parent is not None and job.weights is None:  # otherwise the file says it
         fresh = [] if job.parent.takes == "everything" else ["--fresh"]
         parts.append(shlex.join(["--from", f"{job.parent.store}/{job.parent.run}:{job.parent.step}", *fresh]))
     line = " ".join(parts)
     return line if len(line) <= _MAX_COLUMNS else " \\\n    ".join(parts)
-
-
-def _last_of_each(overrides: Sequence[str]) -> list[str]:
-    """Return the overrides that count: a field that is set again, as by `resume`, has its last value."""
-    last = {override.partition("=")[0]: place for place, override in enumerate(overrides)}
-    return [overrides[place] for place in sorted(last.values())]
 
 
 def _commit(source: JobSource) -> str:

@@ -451,7 +451,7 @@ class JobSource:
     """The job as a person wrote it: the file with its comments, and what `--set` changed, in that order.
 
     `commit` is that of the git repository that the job's code is in, and `uncommitted` the number of its files that
-    were changed since; without git it is empty.
+    were changed since; without git it is empty. `directory` is where the file was, on the machine of that person.
     """
 
     file: Label
@@ -459,6 +459,13 @@ class JobSource:
     overrides: Many[str] = ()
     commit: Annotated[str, Field(pattern="^([0-9a-f]{40}|[0-9a-f]{64})?$")] = ""
     uncommitted: Count = 0
+    directory: str = ""
+
+    @property
+    def last_overrides(self) -> tuple[str, ...]:
+        """The overrides that count: a field that is set again, as by `resume`, has its last value."""
+        last = {override.partition("=")[0]: place for place, override in enumerate(self.overrides)}
+        return tuple(self.overrides[place] for place in sorted(last.values()))
 
 
 @dataclass(frozen=True)
