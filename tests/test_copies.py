@@ -203,7 +203,7 @@ def test_a_damaged_original_is_told_and_not_copied(run: Run, tmp_path: Path) -> 
 
 def test_a_running_run_is_not_copied(run: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("packtrain.copies.state_of", lambda _: "running")
-    with pytest.raises(Mistake, match=r"is running; stop it first \(`packtrain stop job-1`\), then copy it"):
+    with pytest.raises(Mistake, match=r"is running; stop it first \(`packtrain stop job-1 --store .*`\), then copy it"):
         copied(run, open_store(str(tmp_path / "there"), create=True))
 
 

@@ -184,7 +184,7 @@ def test_a_running_run_is_not_changed(directory_store: Store, monkeypatch: pytes
     arguments = ["resume", run.name, "--store", directory_store.url, "--set", "budget.hours=1"]
     done = CliRunner().invoke(app, arguments)
     assert isinstance(done.exception, Mistake)
-    assert str(done.exception) == "job-1 is running; stop it first (`packtrain stop job-1`), then resume it"
+    assert str(done.exception) == f"job-1 is running; stop it first (`{run.command('stop')}`), then resume it"
 
 
 @pytest.mark.usefixtures("processes")

@@ -12,7 +12,7 @@ import pytest
 from packtrain.errors import Mistake
 from packtrain.store import StoreError
 from packtrain.store.errors import explained
-from packtrain.system import FileLock, cache_directory, usable_cores
+from packtrain.system import FileLock, cache_directory, to_type, usable_cores
 
 HOLDER = """
 import sys
@@ -181,3 +181,18 @@ def test_a_container_has_the_cores_of_its_limit(tmp_path: Path, files: dict[str,
         (tmp_path / name).parent.mkdir(exist_ok=True)
         (tmp_path / name).write_text(f"{text}\n")
     assert usable_cores(tmp_path) == (limit or len(os.sched_getaffinity(0)))
+
+
+def test_a_hint_has_the_path_of_the_command_where_the_shell_does_not_find_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    script = tmp_path / "an environment" / "packtrain"
+    script.parent.mkdir()
+    script.touch(mode=0o755)
+    monkeypatch.setattr(sys, "argv", [str(script), "run"])
+    monkeypatch.setenv("PATH", str(script.parent))
+    assert to_type("follow", "job-1") == "packtrain follow job-1"
+    monkeypatch.setenv("PATH", str(tmp_path))
+    assert to_type("follow", "job-1") == f"'{script}' follow job-1"
+    monkeypatch.setattr(sys, "argv", ["packtrain/__main__.py"])
+    assert to_type("follow", "job-1") == "packtrain follow job-1"

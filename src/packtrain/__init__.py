@@ -36,14 +36,14 @@ def run(job: str | Path, overrides: Sequence[str] = ()) -> RunHandle:
     return api.run(job, overrides)
 
 
-def open(name: str | None = None, store: str = "./store") -> RunHandle:  # noqa: A001 - pt.open reads as what it is
-    """Open a run by its name, the newest of a job, or the newest in the store."""
+def open(name: str | None = None, store: str | None = None) -> RunHandle:  # noqa: A001 - pt.open reads as what it is
+    """Open a run by its name, the newest of a job, or the newest in the store: by default that of the commands."""
     from packtrain import api
 
     return api.open_(name, store)
 
 
-def runs(store: str = "./store") -> Runs:
+def runs(store: str | None = None) -> Runs:
     """Return all runs of a store, newest first."""
     from packtrain import api
 

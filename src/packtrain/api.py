@@ -26,7 +26,7 @@ from packtrain.run.records import LogLine, Point, Result
 from packtrain.run.run import Run, open_run, run_names
 from packtrain.run.trust import Accept, CodeReview
 from packtrain.start import Beginning, create, edited_since, load, reopen, start, wait_until_joined
-from packtrain.store import open_store
+from packtrain.store import default_store, open_store
 from packtrain.units import counted
 
 _READERS = 16
@@ -199,14 +199,14 @@ def run(job: str | Path, overrides: Sequence[str] = (), parent: str | None = Non
     return RunHandle(created)
 
 
-def open_(name: str | None = None, store: str = "./store") -> RunHandle:
-    """Open a run by its name, the newest of a job, or the newest in the store."""
-    return RunHandle(open_run(open_store(store), name))
+def open_(name: str | None = None, store: str | None = None) -> RunHandle:
+    """Open a run by its name, the newest of a job, or the newest in the store: by default that of the commands."""
+    return RunHandle(open_run(open_store(store or default_store()), name))
 
 
-def runs(store: str = "./store") -> Runs:
+def runs(store: str | None = None) -> Runs:
     """Return all runs of a store, newest first."""
-    opened = open_store(store)
+    opened = open_store(store or default_store())
     return Runs([Run(opened, name) for name in reversed(run_names(opened))], opened.url)
 
 

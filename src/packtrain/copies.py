@@ -85,7 +85,7 @@ def copy_run(run: Run, destination: Store, progress: CopyProgress) -> CopySummar
     there = Run(destination, run.name)
     _check_is_free(run, there)
     if state_of(run) == "running":
-        raise Mistake(f"{run.name} is running; stop it first (`packtrain stop {run.name}`), then copy it")
+        raise Mistake(f"{run.name} is running; stop it first (`{run.command('stop')}`), then copy it")
     summary = CopySummary()
     with tempfile.TemporaryDirectory(prefix="copy-", dir=cache_directory()) as scratch:
         copier = _Copier(run.store, destination, Path(scratch), progress, summary)

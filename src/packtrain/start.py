@@ -367,7 +367,7 @@ def start(run: Run, tied: bool, say: Say = print) -> list[StartedNode]:
         # The run exists by now, so the advice is to resume it, not to create another one.
         return fleet.start(run, fleet.plan(run), tied, say)
     except Mistake as mistake:
-        raise Mistake(f"{mistake}; then run `packtrain resume {run.name}`") from None
+        raise Mistake(f"{mistake}; then run `{run.command('resume')}`") from None
 
 
 def _record_launch(run: Run) -> None:

@@ -7,6 +7,7 @@ import fcntl
 import hashlib
 import os
 import shlex
+import shutil
 import signal
 import socket
 import stat
@@ -203,3 +204,10 @@ class Task:
         self._thread.join()
         if self._error is not None:
             raise self._error
+
+
+def to_type(*words: str) -> str:
+    """Return a command of Packtrain as a person has to type it: by its path where the shell would not find it."""
+    script, on_path = sys.argv[0], shutil.which("packtrain")
+    is_found = on_path is not None and Path(on_path).resolve() == Path(script).resolve()
+    return shlex.join(["packtrain" if is_found or Path(script).name != "packtrain" else script, *words])

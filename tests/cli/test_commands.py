@@ -19,7 +19,7 @@ from typer.testing import CliRunner
 
 import packtrain as pt
 from packtrain.cli import app, asked_for
-from packtrain.cli.common import hints, to_type
+from packtrain.cli.common import hints
 from packtrain.errors import NotFound
 from packtrain.run import liveness
 from packtrain.run.checkpoint import commit
@@ -383,21 +383,6 @@ def test_hints_name_the_store_only_where_it_is_not_the_default(
     assert hints(run, "resume") == [f"  resume:  packtrain resume job-1 --store {directory_store.url}"]
     monkeypatch.setenv("PACKTRAIN_STORE", f"{directory_store.url}/")
     assert hints(run, "follow", "stop") == ["  follow:  packtrain follow job-1", "  stop:    packtrain stop job-1"]
-
-
-def test_a_hint_has_the_path_of_the_command_where_the_shell_does_not_find_it(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    script = tmp_path / "an environment" / "packtrain"
-    script.parent.mkdir()
-    script.touch(mode=0o755)
-    monkeypatch.setattr(sys, "argv", [str(script), "run"])
-    monkeypatch.setenv("PATH", str(script.parent))
-    assert to_type("follow", "job-1") == "packtrain follow job-1"
-    monkeypatch.setenv("PATH", str(tmp_path))
-    assert to_type("follow", "job-1") == f"'{script}' follow job-1"
-    monkeypatch.setattr(sys, "argv", ["packtrain/__main__.py"])
-    assert to_type("follow", "job-1") == "packtrain follow job-1"
 
 
 def test_the_help_of_every_verb_has_a_first_sentence_that_fits_80_columns(

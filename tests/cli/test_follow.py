@@ -56,14 +56,14 @@ ENDED = Machine("b", "ended", is_over=True)
 def test_a_run_with_too_few_machines_says_what_it_waits_for(
     alive: int, machines: list[Machine] | None, said: str | None
 ) -> None:
-    found = shortage(alive, TWO, machines, "job-1")
+    found = shortage(alive, TWO, machines, "packtrain resume job-1")
     assert (found.text if found else None) == said
     assert found is None or not found.none_left
 
 
 @pytest.mark.parametrize("machines", [[], [ENDED], [ENDED, Machine("a", "TIMEOUT", is_over=True)]])
 def test_a_run_without_machines_says_how_to_continue(machines: list[Machine]) -> None:
-    found = shortage(0, TWO, machines, "job-1")
+    found = shortage(0, TWO, machines, "packtrain resume job-1")
     assert found is not None
     assert found.none_left
     assert "`packtrain resume job-1`" in found.text
@@ -122,7 +122,7 @@ def test_the_fleet_is_asked_only_while_too_few_machines_are_alive(
 def test_following_a_run_that_no_machine_works_on_ends_with_how_to_continue(
     directory_store: Store, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    with pytest.raises(NotFinished, match="no machine is left; run `packtrain resume job-1`") as ended:
+    with pytest.raises(NotFinished, match=r"no machine is left; run `packtrain resume job-1 --store .*`") as ended:
         run = new_run(directory_store)
         Follower(run, [], console(), MachineWatch(run, ask_seconds=0.0), poll_seconds=0.01).until_ended()
     assert ended.value.exit_code == EXIT_UNFINISHED

@@ -6,6 +6,7 @@ import json
 import re
 import time
 from dataclasses import asdict
+from pathlib import Path
 
 import pytest
 from typer.testing import CliRunner
@@ -16,7 +17,7 @@ from packtrain.cli.runs import fitting
 from packtrain.errors import Mistake
 from packtrain.run.records import FleetLaunch, Notes, Result, Status
 from packtrain.run.run import Run
-from packtrain.store import Store
+from packtrain.store import Store, open_store
 from packtrain.system import this_client
 from packtrain.units import show_time
 from parts.runs import new_run, program_job, recipe_job
@@ -28,6 +29,43 @@ NOW = time.time()
 
 def command(store: Store, *words: str) -> Answer:
     return CliRunner().invoke(app, [*words, "--store", store.url])
+
+
+@pytest.fixture
+def two_stores(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A directory with a run of each of two jobs in two stores, one below the other; the outer one is in use."""
+    monkeypatch.delenv("PACKTRAIN_STORE", raising=False)
+    for place, job in (("store", "outer"), ("sub/store", "inner")):
+        new_run(open_store(str(tmp_path / place), create=True), program_job(job)).finish(
+            Result("finished", "the program exited with code 0", 1, 1.0)
+        )
+    monkeypatch.chdir(tmp_path)
+    return tmp_path
+
+
+@pytest.mark.parametrize("words", [["stop", "inner-1"], ["show", "inner"], ["du", "inner-1"], ["report", "inner"]])
+def test_a_run_that_only_another_store_nearby_has_is_named_with_that_store(two_stores: Path, words: list[str]) -> None:
+    refused = CliRunner().invoke(app, words).exception
+    advice = f"inner-1 is in another store: add --store {two_stores}/sub/store"
+    assert str(refused) == f"no run {words[1]!r} in {two_stores}/store; newest runs: outer-1; {advice}"
+
+
+def test_a_directory_without_a_store_names_one_nearby(two_stores: Path) -> None:
+    (two_stores / "store").rename(two_stores / "results")
+    advice = f"inner-1 is in another store: add --store {two_stores}/sub/store"
+    for words in (["ls"], ["show"]):
+        assert str(CliRunner().invoke(app, words).exception).endswith(f"create a store; {advice}")
+
+
+def test_the_commands_in_a_hint_find_the_run_from_where_they_are_printed(
+    two_stores: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    inner = Run(open_store(str(two_stores / "sub/store")), "inner-1")
+    assert inner.command("stop") == f"packtrain stop inner-1 --store {two_stores}/sub/store"
+    (two_stores / "sub/deep").mkdir()
+    monkeypatch.chdir(two_stores / "sub/deep")
+    assert inner.command("stop") == "packtrain stop inner-1"
+    assert "inner-1 has already finished" in CliRunner().invoke(app, ["stop", "inner-1"]).output
 
 
 def a_run(

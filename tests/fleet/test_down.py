@@ -130,12 +130,14 @@ def test_a_fleet_that_fails_does_not_save_the_others(
 def test_a_run_is_removed_only_when_nothing_of_it_is_rented(directory_store: Store, accounts: dict[str, Path]) -> None:
     run = started(directory_store, accounts["east"])
     run.finish(Result("finished", "done", 1, 1.0))
-    with pytest.raises(Mistake, match=r"job-1 still has machine .*; delete it first: `packtrain down job-1`"):
+    with pytest.raises(Mistake, match=r"job-1 still has machine .*; delete it first: `packtrain down job-1 --store "):
         check_has_no_machines(run)
     take_down(run, never)
     check_has_no_machines(run)
     accounts["east"].rename(accounts["east"].with_name("closed"))
-    with pytest.raises(Mistake, match=r"may still rent machines \(.*no such account.*; run `packtrain down job-1`"):
+    with pytest.raises(
+        Mistake, match=r"may still rent machines \(.*no such account.*; run `packtrain down job-1 --store "
+    ):
         check_has_no_machines(run)
     check_has_no_machines(run, force=True)
     accounts["east"].with_name("closed").rename(accounts["east"])
@@ -155,8 +157,12 @@ def launched(store: Store, fleet: dict[str, Any], status: Status | None, age_sec
 @pytest.mark.parametrize(
     ("fleet", "age_seconds", "words"),
     [
-        ({"local": {}}, 10.0, "is starting; stop it first: `packtrain stop job-1`"),
-        (SSH, 3600.0, "is waiting, and machines of ssh may come back to it; end them first: `packtrain down job-1`"),
+        ({"local": {}}, 10.0, "is starting; stop it first: `packtrain stop job-1 --store "),
+        (
+            SSH,
+            3600.0,
+            "is waiting, and machines of ssh may come back to it; end them first: `packtrain down job-1 --store ",
+        ),
     ],
 )
 def test_a_run_that_machines_may_come_to_is_not_removed(
@@ -175,7 +181,7 @@ def test_a_run_without_machines_may_be_removed(
 
 def test_a_running_run_is_not_removed(directory_store: Store, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("packtrain.fleet.down.state_now", lambda _: "running")
-    with pytest.raises(Mistake, match="job-1 is running; stop it first: `packtrain stop job-1`"):
+    with pytest.raises(Mistake, match="job-1 is running; stop it first: `packtrain stop job-1 --store "):
         check_has_no_machines(new_run(directory_store), force=True)
 
 

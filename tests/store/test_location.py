@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from packtrain.errors import EXIT_NOT_FOUND, Mistake
-from packtrain.store import StoreAway, open_store
+from packtrain.store import StoreAway, default_store, open_store, store_option, stores_nearby
 from parts.s3 import BUCKET
 from parts.stores import keys, output_of, python
 
@@ -29,6 +29,62 @@ def test_a_directory_store_has_an_absolute_url_and_is_made_only_on_request(
     store.put("a", b"1")
     assert open_store(f"file://{tmp_path}/new/store").get("a") == b"1"
     assert open_store((tmp_path / "new/store").as_uri().replace("new", "%6eew")).get("a") == b"1"
+
+
+@pytest.fixture
+def project(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A directory with a store and the current directory two levels below it."""
+    monkeypatch.delenv("PACKTRAIN_STORE", raising=False)
+    open_store(str(tmp_path / "project/store"), create=True)
+    (tmp_path / "project/a/b").mkdir(parents=True)
+    monkeypatch.chdir(tmp_path / "project/a/b")
+    return tmp_path / "project"
+
+
+def test_without_a_store_here_the_default_is_the_nearest_one_above(project: Path) -> None:
+    assert default_store() == str(project / "store")
+    open_store(str(project / "a/store"), create=True)
+    assert default_store() == str(project / "a/store")
+    Path("store").mkdir()  # also if it is no store: the error then says what is wrong with it
+    assert default_store() == "./store"
+
+
+def test_a_variable_names_the_default_store(project: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PACKTRAIN_STORE", "s3://bucket/prefix")
+    assert default_store() == "s3://bucket/prefix"
+    monkeypatch.setenv("PACKTRAIN_STORE", "")
+    assert default_store() == str(project / "store")
+
+
+def test_a_store_of_another_user_above_is_not_the_default(project: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("os.getuid", lambda: project.stat().st_uid + 1)
+    assert default_store() == "./store"
+
+
+def test_a_directory_that_is_gone_has_no_stores_above(project: Path) -> None:
+    (project / "a/b").rmdir()
+    assert (default_store(), stores_nearby()) == ("./store", [])
+
+
+def test_a_command_names_its_store_only_where_it_would_use_another_one(
+    project: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    store = open_store(str(project / "store"))
+    assert store_option(store) == []
+    monkeypatch.chdir(project)
+    assert store_option(store) == []
+    open_store(str(project / "a/store"), create=True)
+    monkeypatch.chdir(project / "a/b")
+    assert store_option(store) == ["--store", str(project / "store")]
+
+
+def test_stores_nearby_are_those_above_and_directly_below_the_nearest_first(
+    project: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name in ("a/store", "z/store", "c/d/store"):
+        open_store(str(project / name), create=True)
+    monkeypatch.chdir(project)
+    assert [store.url for store in stores_nearby()] == [str(project / name) for name in ("store", "a/store", "z/store")]
 
 
 @pytest.mark.usefixtures("s3_environment")

@@ -11,12 +11,11 @@ import json
 import math
 import os
 import shlex
-import shutil
 import signal
 import sys
 import textwrap
 from collections.abc import Iterable, Iterator, Sequence
-from contextlib import contextmanager, redirect_stderr, redirect_stdout
+from contextlib import contextmanager, redirect_stderr, redirect_stdout, suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, TextIO, cast
 
@@ -35,7 +34,8 @@ StoreOption = Annotated[
     typer.Option(
         "--store",
         metavar="STORE",
-        help="A directory, or s3://, gs:// or az://bucket/prefix. Default: $PACKTRAIN_STORE, else ./store.",
+        help="A directory, or s3://, gs:// or az://bucket/prefix. Default: $PACKTRAIN_STORE, else ./store, here or in"
+        " the nearest directory above.",
     ),
 ]
 RunArgument = Annotated[
@@ -76,12 +76,8 @@ _SHOWN_FILES, _SHOWN_CHARACTERS = 20, 500
 _HINTS = {"follow": "follow", "status": "show", "stop": "stop", "resume": "resume"}
 
 
-def default_store() -> str:
-    return os.environ.get("PACKTRAIN_STORE") or "./store"
-
-
 def find_store(location: str | None, identity: str | None = None) -> Store:
-    from packtrain.store import open_store
+    from packtrain.store import default_store, open_store
 
     return open_store(location or default_store(), identity=identity)
 
@@ -89,7 +85,8 @@ def find_store(location: str | None, identity: str | None = None) -> Store:
 def existing_store(location: str | None) -> Store:
     """Return a store that is there: a list of nothing would hide that its name is wrong."""
     found = find_store(location)
-    check_exists(found)
+    with naming_stores_nearby(found, None):
+        check_exists(found)
     return found
 
 
@@ -102,9 +99,36 @@ def check_exists(store: Store) -> None:
 
 
 def find_run(location: str | None, name: str | None) -> Run:
+    return run_in(find_store(location), name)
+
+
+def run_in(store: Store, name: str | None) -> Run:
+    """Return a run as `open_run` does; the error names a store around here that has it."""
     from packtrain.run.run import open_run
 
-    return open_run(find_store(location), name)
+    with naming_stores_nearby(store, name):
+        return open_run(store, name)
+
+
+@contextmanager
+def naming_stores_nearby(store: Store, name: str | None) -> Iterator[None]:
+    """Add to the error that a run, or the whole store, was not found which store around here has one."""
+    from packtrain.errors import EXIT_NOT_FOUND, NotFound, PacktrainError
+    from packtrain.run.run import open_run
+    from packtrain.store import stores_nearby
+
+    try:
+        yield
+    except PacktrainError as error:
+        for other in stores_nearby() if error.exit_code == EXIT_NOT_FOUND else ():
+            run = None
+            if other.url != store.url:
+                with suppress(PacktrainError):
+                    run = open_run(other, name)
+            if run is not None:
+                option = f"--store {shlex.quote(other.url)}"
+                raise NotFound(f"{error}; {run.name} is in another store: add {option}") from None
+        raise
 
 
 def check_host(host: str, is_protected: bool, advice: str) -> None:
@@ -133,25 +157,7 @@ def write_output(path: Path, text: str) -> None:
 
 def hints(run: Run, *words: str) -> list[str]:
     """Return one line for each of follow, status, stop and resume, with the command to type."""
-    return [f"  {word + ':':<8} {command_for(run, _HINTS[word])}" for word in words]
-
-
-def command_for(run: Run, verb: str) -> str:
-    """Return the command to type for a run, as in `packtrain follow en-de-1`."""
-    return to_type(verb, run.name, *store_option(run.store))
-
-
-def to_type(*words: str) -> str:
-    """Return a command of Packtrain as a person has to type it: by its path where the shell would not find it."""
-    script, on_path = sys.argv[0], shutil.which("packtrain")
-    is_found = on_path is not None and Path(on_path).resolve() == Path(script).resolve()
-    return shlex.join(["packtrain" if is_found or Path(script).name != "packtrain" else script, *words])
-
-
-def store_option(store: Store) -> list[str]:
-    """Return --store for a command in a hint, only if the command would otherwise look elsewhere."""
-    known = (default_store().rstrip("/"), str(Path(default_store()).expanduser().absolute()))
-    return [] if store.url in known else ["--store", store.url]
+    return [f"  {word + ':':<8} {run.command(_HINTS[word])}" for word in words]
 
 
 def trusting(given: bool) -> Accept:

@@ -15,6 +15,7 @@ from packtrain.cli.common import (
     console,
     find_store,
     print_json,
+    run_in,
     trusting,
     write_output,
 )
@@ -55,12 +56,11 @@ def compare(
     from packtrain.report.compare import as_json as plain
     from packtrain.report.compare_render import compare_page, text_lines
     from packtrain.run.liveness import state_of
-    from packtrain.run.run import open_run
 
     if not 2 <= len(names) <= MAX_RUNS:
         raise Mistake(f"compare takes 2 to {MAX_RUNS} runs, not {len(names)}; `packtrain ls` lists them")
     found_store = find_store(store)
-    runs = [open_run(found_store, name) for name in names]
+    runs = [run_in(found_store, name) for name in names]
     twice = next((run.name for at, run in enumerate(runs) if run.name in [one.name for one in runs[:at]]), None)
     if twice is not None:
         raise Mistake(f"{twice} is named twice; compare different runs")

@@ -20,8 +20,6 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from packtrain.cli.common import default_store
-
 if TYPE_CHECKING:
     from packtrain.store import Store
 
@@ -164,6 +162,8 @@ def _values(parameter: Any, text: str, typed: _Typed) -> Iterator[Candidate]:
     names = re.split(r"[|\s]+", metavar.replace(".", " "))
     yield from (Candidate(name) for name in names if "|" in metavar and re.fullmatch(r"[a-z0-9/]+", name))
     if "RUN" in names or (names == ["MODEL"] and "run" in (parameter.help or "")):
+        from packtrain.store import default_store
+
         yield from map(Candidate, _runs(typed.options.get("--store") or default_store()))
     if metavar == "KIND":
         templates = (files("packtrain.cli") / "templates").iterdir()

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from packtrain.cli.common import StoreOption, console, find_run, find_store, hints
+from packtrain.cli.common import StoreOption, console, find_run, find_store, hints, run_in
 
 if TYPE_CHECKING:
     from packtrain.cli.screen import Screen
@@ -97,7 +97,6 @@ def _find(store: Store, name: str) -> Run | str:
     """Return the run of that name, or else the name of the pack."""
     from packtrain.errors import NotFound
     from packtrain.pack.manifest import pack_key
-    from packtrain.run.run import open_run
     from packtrain.store import is_key
 
     pack = name.removeprefix("packs/")
@@ -106,7 +105,7 @@ def _find(store: Store, name: str) -> Run | str:
     if name != pack:
         raise NotFound(f"no pack {pack!r} in {store.url}")
     try:
-        return open_run(store, name)
+        return run_in(store, name)
     except NotFound as error:
         raise NotFound(str(error).replace("no run", "no run or pack", 1)) from None
 

@@ -12,7 +12,7 @@ from rich.live import Live
 from rich.text import Text
 
 from packtrain.backoff import Backoff
-from packtrain.cli.common import command_for, console, hints
+from packtrain.cli.common import console, hints
 from packtrain.cli.screen import Part, Screen
 from packtrain.errors import EXIT_ALREADY_JOINED, EXIT_INTERRUPTED, NotFinished, PacktrainError, RunFailed, harmless
 from packtrain.fleet import Machine, StartedNode, fleet_of, release, states_of
@@ -83,7 +83,7 @@ def follow(
         if not error.temporary:
             raise
         raise NotFinished(
-            f"{error}; the run may still be running: try `{command_for(run, 'follow')}` when the store is back"
+            f"{error}; the run may still be running: try `{run.command('follow')}` when the store is back"
         ) from None
 
 
@@ -132,8 +132,11 @@ class Shortage:
     none_left: bool = False
 
 
-def shortage(alive: int, wanted: Machines, machines: Sequence[Machine] | None, run: str) -> Shortage | None:
-    """Return None if enough machines are alive. `machines` is what the fleet sees; None if it could not say."""
+def shortage(alive: int, wanted: Machines, machines: Sequence[Machine] | None, resume: str) -> Shortage | None:
+    """Return None if enough machines are alive. `machines` is what the fleet sees; None if it could not say.
+
+    `resume` is the command for when no machine is left.
+    """
     if alive >= wanted.least:
         return None
     if alive or machines is None or not all(machine.is_over for machine in machines):
@@ -141,7 +144,7 @@ def shortage(alive: int, wanted: Machines, machines: Sequence[Machine] | None, r
         text = f"waiting for {wanted.least - alive} of {wanted.least} machines"
         return Shortage(f"{text}: {states}" if states else text)
     ended = f" ({states_of(machines)})" if machines else ""
-    return Shortage(f"no machine is left{ended}; run `packtrain resume {run}` to continue", none_left=True)
+    return Shortage(f"no machine is left{ended}; run `{resume}` to continue", none_left=True)
 
 
 class MachineWatch:
@@ -175,7 +178,7 @@ class MachineWatch:
             self._asked, self._shortage, self._none_left_times = now, None, 0
         elif self.asking is not None and self.asking.is_done:
             self.asking, self._asked = None, now
-            self._shortage = shortage(alive, wanted, self._machines, self._run.name)
+            self._shortage = shortage(alive, wanted, self._machines, self._run.command("resume"))
             is_none_left = self._shortage is not None and self._shortage.none_left
             self._none_left_times = self._none_left_times + 1 if is_none_left else 0
         elif self.asking is None and now - self._asked >= self._ask_seconds:
@@ -260,7 +263,7 @@ class Follower:
             # A node writes a result before it exits, so this one was killed or crashed.
             raise RunFailed(
                 f"the node {_how_it_ended(self._nodes[0])} without a result;"
-                f" try again with `packtrain resume {self._run.name}`"
+                f" try again with `{self._run.command('resume')}`"
             )
         return False
 

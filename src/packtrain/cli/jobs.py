@@ -21,7 +21,6 @@ from packtrain.cli.common import (
     console,
     find_run,
     hints,
-    to_type,
     trusting,
 )
 
@@ -72,6 +71,7 @@ def init(
 ) -> None:
     """Write a commented job file, with toy data to try it on."""
     from packtrain.cli.template import TEMPLATES, InitRequest, write_job
+    from packtrain.system import to_type
 
     screen = console()
     if kind is None:
@@ -212,7 +212,7 @@ def resume(
         _say_complete(found)
         return
     if state == "running" and overrides:
-        raise Mistake(f"{found.name} is running; stop it first (`packtrain stop {found.name}`), then resume it")
+        raise Mistake(f"{found.name} is running; stop it first (`{found.command('stop')}`), then resume it")
     if state == "running":
         # A second set of nodes would compete with the first, and --foreground cannot tie nodes that already run.
         if detach:
@@ -277,7 +277,7 @@ def _start_and_follow(found: Run, foreground: bool, detach: bool, quiet: bool) -
     nodes = start(found, foreground, _print_line)
     if detach:
         wait_until_joined(nodes)
-        console().say("Started ", (found.name, "bold"))
+        console().say("Started ", (found.name, "bold"), f" in {found.store.url}")
         console().say_lines(hints(found, "follow", "status", "stop"))
         return
     sys.exit(follow(found, nodes, foreground, streams, quiet))

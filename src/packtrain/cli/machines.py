@@ -18,7 +18,6 @@ from packtrain.cli.common import (
     YesOption,
     confirm,
     console,
-    default_store,
     find_run,
     find_store,
     hints,
@@ -89,6 +88,7 @@ def doctor(
     from packtrain.errors import EXIT_DONE, EXIT_MISTAKE, EXIT_UNFINISHED
     from packtrain.fleet.doctor import examine
     from packtrain.fleet.here import describe
+    from packtrain.store import default_store
 
     if fleet is None:
         here = describe(store or default_store(), create_store=store is not None)
@@ -126,6 +126,7 @@ def _target(fleet: str, store: str | None) -> tuple[FleetKind, str, Sequence[str
     from packtrain.errors import Mistake
     from packtrain.job.kinds import FLEETS, kind_class
     from packtrain.start import load
+    from packtrain.store import default_store
 
     place = store or default_store()
     word, _, hosts = fleet.partition(":")

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from packtrain.cli.common import DropsOption, JobArgument, SetOption, console
+from packtrain.cli.common import DropsOption, JobArgument, SetOption, console, run_in
 
 if TYPE_CHECKING:
     from packtrain.fleet.bundle import BundleWriter
@@ -160,7 +160,6 @@ def bundle(
     from packtrain.fleet.image import scratch
     from packtrain.fleet.wheels import download
     from packtrain.identity import identity
-    from packtrain.run.run import open_run
     from packtrain.start import load, prepare
     from packtrain.store import open_store
     from packtrain.units import show_bytes
@@ -173,7 +172,7 @@ def bundle(
     if not file.parent.is_dir():  # before the download, which takes minutes
         raise Mistake(f"--output {file}: there is no directory {file.parent}")
     store = open_store(loaded.job.store, create=loaded.job.program is None)  # a program has nothing to pack
-    taken = open_run(store, run) if run is not None else None
+    taken = run_in(store, run) if run is not None else None
     prepared = prepare(loaded, store, ProgressBars(screen))
     with scratch() as directory, new_bundle(file, name) as writer:
         wheels = download(target, directory, requirements, _print_line)

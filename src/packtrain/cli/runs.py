@@ -28,6 +28,7 @@ from packtrain.cli.common import (
     find_store,
     hints,
     print_json,
+    run_in,
     trusting,
     write_output,
 )
@@ -367,7 +368,6 @@ def report(
     from packtrain.errors import Mistake
     from packtrain.report import write_report
     from packtrain.report.sweep import find_sweep, sweep_table, write_sweep_report
-    from packtrain.run.run import open_run
 
     if as_markdown and as_json:
         raise Mistake("--markdown and --json: pass one of them")
@@ -376,9 +376,9 @@ def report(
     sweep = find_sweep(found, name)
     if form == "page" and output is None:
         table = None if sweep is None else sweep_table(found, sweep)
-        print(write_report(open_run(found, name)) if table is None else write_sweep_report(found, table))
+        print(write_report(run_in(found, name)) if table is None else write_sweep_report(found, table))
         return
-    text = _run_text(open_run(found, name), form) if sweep is None else _sweep_text(sweep_table(found, sweep), form)
+    text = _run_text(run_in(found, name), form) if sweep is None else _sweep_text(sweep_table(found, sweep), form)
     if output is None:
         print(text, end="")
     else:
@@ -423,11 +423,10 @@ def mirror(
     """Mirror a run to MLflow until it ends. The first machine does this if the job asks for it."""
     from packtrain.errors import EXIT_DONE, EXIT_FAILED, Mistake
     from packtrain.report.mirror import follow, follow_as_node
-    from packtrain.run.run import open_run
     from packtrain.run.trust import require_trust
     from packtrain.system import end_with_parent
 
-    run = open_run(find_store(store, store_id), name)
+    run = run_in(find_store(store, store_id), name)
     if uri is None:
         uri = run.job.report.mlflow
         if uri is None:

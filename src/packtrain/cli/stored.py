@@ -18,8 +18,7 @@ from packtrain.cli.common import (
     existing_store,
     find_run,
     print_json,
-    store_option,
-    to_type,
+    run_in,
 )
 from packtrain.errors import Mistake, NotFound, harmless
 
@@ -91,14 +90,14 @@ def _named(store: Store, name: str) -> Run | Sweep:
     """Return the run or sweep of exactly that name: what is deleted is not looked for by half a name."""
     from packtrain.job.part import is_name
     from packtrain.run.removal import is_half_removed
-    from packtrain.run.run import Run, open_run
+    from packtrain.run.run import Run
     from packtrain.run.sweeps import Sweep
 
     if not is_name(name) or store.exists(Run(store, name).key("job.json")) or is_half_removed(store, name):
         return Run(store, name)
     if store.exists(Sweep(store, name).key("plan.json")):
         return Sweep(store, name)
-    newest = open_run(store, name)  # or an error that says what became of the name
+    newest = run_in(store, name)  # or an error that says what became of the name
     raise NotFound(f"no run {name!r} in {store.url}; its newest run is {newest.name}, and rm needs the full name")
 
 
@@ -180,14 +179,13 @@ def du(
     as_json: JsonOption = False,
 ) -> None:
     """Show how much space runs and packs take in a store."""
-    from packtrain.run.run import open_run
     from packtrain.run.usage import usage_of
 
     found = existing_store(store)
     if name is None:
         _show_store_usage(found, as_json)
         return
-    run = open_run(found, name)
+    run = run_in(found, name)
     usage = usage_of(run.name, found.list(run.folder))
     pack = run.pack_name() if found.exists(run.key("pack.txt")) else None
     packed = 0 if pack is None else sum(entry.size for entry in found.list(f"packs/{pack}"))
@@ -245,6 +243,7 @@ def gc(
     download again.
     """
     from packtrain import garbage
+    from packtrain.store import store_option
     from packtrain.units import parse_seconds
 
     try:
@@ -265,6 +264,8 @@ def gc(
     _print_unused(words, place.url, there)
     _print_unused(words, "the cache of this machine", here)
     if not delete and (there or here):
+        from packtrain.system import to_type
+
         again = to_type("gc", *store_option(place), *(["--older", older] if older != _OLDER else []), "--delete")
         screen.say(f"Nothing was deleted. To delete it: {again}")
 

@@ -21,8 +21,6 @@ from packtrain.cli.common import (
     existing_store,
     find_store,
     print_json,
-    store_option,
-    to_type,
     trusting,
     write_output,
 )
@@ -153,6 +151,9 @@ def _drive(sweep: Sweep, parallel: int | None, accept: Accept, output: Path | No
                     shown = time.monotonic()
                 time.sleep(_POLL_SECONDS)
     except KeyboardInterrupt:
+        from packtrain.store import store_option
+        from packtrain.system import to_type
+
         screen.say()
         screen.say(f"Detached. {_still_running(drive.running)}")
         screen.say(f"  continue: {to_type('sweep', sweep.name, *store_option(sweep.store))}")

@@ -15,7 +15,7 @@ from typing import IO, TYPE_CHECKING, Annotated
 
 import typer
 
-from packtrain.cli.common import StoreOption, find_store, termination_as_interrupt
+from packtrain.cli.common import StoreOption, find_store, run_in, termination_as_interrupt
 
 if TYPE_CHECKING:
     from packtrain.run.run import Run
@@ -45,12 +45,11 @@ def tensorboard(
     from importlib.util import find_spec
 
     from packtrain.errors import Mistake
-    from packtrain.run.run import open_run
 
     if find_spec("tensorboard") is None:
         raise Mistake("TensorBoard is not installed; it comes with the extra `train`, or run `pip install tensorboard`")
     found = find_store(store)
-    runs = [open_run(found, name) for name in dict.fromkeys(names)] if names else [open_run(found, None)]
+    runs = [run_in(found, name) for name in dict.fromkeys(names)] if names else [run_in(found, None)]
     with termination_as_interrupt(), tempfile.TemporaryDirectory(prefix="packtrain-tensorboard-") as scratch:
         folder = EventFolder(runs, Path(scratch) / "runs")
         if not folder.update():

@@ -15,7 +15,6 @@ from packtrain.cli.common import (
     StoreOption,
     check_exists,
     check_host,
-    default_store,
     log_request,
 )
 from packtrain.errors import Mistake
@@ -45,7 +44,7 @@ def ui(
     import secrets
 
     from packtrain.http_server import check_certificate, listening, url_of
-    from packtrain.store import open_store
+    from packtrain.store import default_store, open_store
     from packtrain.web.server import DashboardServer
 
     if key is not None and certificate is None:

@@ -270,7 +270,7 @@ def candidates(run: Run, choice: Choice) -> Sequence[Checkpoint]:
     """Return the checkpoints that the choice allows, the preferred one first: at least one."""
     found = committed(run)
     if not found:
-        raise NotFinished(f"{run.name} has no checkpoint yet; see `packtrain show {run.name}`")
+        raise NotFinished(f"{run.name} has no checkpoint yet; see `{run.command('show')}`")
     if choice == "best":
         return best_first(found)
     if choice == "last":

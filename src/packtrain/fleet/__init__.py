@@ -26,7 +26,7 @@ def release(run: Run, say: Say = silent) -> None:
     from packtrain.fleet.down import launched_fleets
 
     def warn(reason: object) -> None:
-        say(f"The machines of {run.name} may still cost money: {reason}; run `packtrain down {run.name}`")
+        say(f"The machines of {run.name} may still cost money: {reason}; run `{run.command('down')}`")
 
     try:
         kinds = launched_fleets(run)

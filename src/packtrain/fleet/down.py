@@ -95,14 +95,14 @@ def _wait_for_result(run: Run) -> None:
 
 def check_has_no_machines(run: Run, force: bool = False) -> None:
     """Refuse a run that machines work on, or may come to; `force` does not ask fleets that cannot be asked."""
-    state, stop = state_now(run), f"`packtrain stop {run.name}`"
+    state, stop = state_now(run), f"`{run.command('stop')}`"
     if state == "running":
         raise Mistake(f"{run.name} is running; stop it first: {stop}")
     launches = run.launches()
     if state == "waiting" and launches and time.time() - launches[-1].time < _START_SECONDS:
         raise Mistake(f"{run.name} is starting; stop it first: {stop}")
     for kind in () if force else launched_fleets(run):
-        fleet, word, down = kind.build(), word_of(FLEETS, kind), f"`packtrain down {run.name}`"
+        fleet, word, down = kind.build(), word_of(FLEETS, kind), f"`{run.command('down')}`"
         if fleet.trains_here:  # leases say everything about nodes of this kind
             continue
         if state in ("waiting", "interrupted"):

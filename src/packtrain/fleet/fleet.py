@@ -196,7 +196,7 @@ class Fleet(ABC):
         backoff = Backoff(0.2, 5.0, limit_seconds=_DOWN_SECONDS)
         while left := [machine for machine in self.list(run) if not machine.is_over]:
             if not backoff.wait():
-                raise PacktrainError(f"still there: {states_of(left)}; run `packtrain down {run.name}` again")
+                raise PacktrainError(f"still there: {states_of(left)}; run `{run.command('down')}` again")
         return names
 
     def release(self, run: Run, say: Say = silent) -> None:  # noqa: B027

@@ -312,7 +312,7 @@ class IbmFleet(CloudFleet):
         account = self.provider()
         self._order_missing(run, account, say)
         end = "they do that themselves at the end, and " if self._settings.cancel_with else ""
-        say(f"IBM bills servers until they are canceled; {end}`packtrain down {run.name}` does that")
+        say(f"IBM bills servers until they are canceled; {end}`{run.command('down')}` does that")
         servers = self._prepared(run, self._until_ready(run, account, say), say)
         by_host = {plan.machine: plan for plan in plans}
         starts = [self._start_plan(by_host[one.hostname], one) for one in servers]
@@ -482,7 +482,7 @@ class IbmFleet(CloudFleet):
     def release(self, run: Run, say: Say = silent) -> None:
         wait_until_left(run)
         if self._settings.keep:
-            say(f"The servers of {run.name} are kept, and billed until you run `packtrain down {run.name}`")
+            say(f"The servers of {run.name} are kept, and billed until you run `{run.command('down')}`")
         else:
             self.give_back(run, say)
             known_hosts(run).unlink(missing_ok=True)

@@ -52,7 +52,8 @@ from packtrain.run.records import (
     decode_name,
     encode,
 )
-from packtrain.store import DamagedObject, Store, StoreAway
+from packtrain.store import DamagedObject, Store, StoreAway, store_option
+from packtrain.system import to_type
 from packtrain.units import show_time
 
 _FEW = 4  # up to this many objects are read one after the other, ...
@@ -92,6 +93,10 @@ class Run:
 
     def key(self, name: str) -> str:
         return f"{self.folder}/{name}"
+
+    def command(self, verb: str) -> str:
+        """Return the command to type here for this run, as in `packtrain follow en-de-1`."""
+        return to_type(verb, self.name, *store_option(self.store))
 
     @property
     def job_data(self) -> bytes:

@@ -7,17 +7,18 @@ object appears whole or not at all, and `put_if_absent` has exactly one winner.
 from __future__ import annotations
 
 import os
+from contextlib import suppress
 from pathlib import Path
 from urllib.parse import unquote, urlsplit
 
 from packtrain.errors import Mistake, quoted
-from packtrain.store.base import RECORD_BYTES, Entry, Store, is_key
+from packtrain.store.base import IDENTITY, RECORD_BYTES, Entry, Store, is_key
 from packtrain.store.directory import DirectoryStore
 from packtrain.store.errors import DamagedObject, ObjectNotFound, StoreAway, StoreError
 
 __all__ = [
-    "RECORD_BYTES", "DamagedObject", "Entry", "ObjectNotFound", "Store", "StoreAway", "StoreError", "is_key",
-    "open_store",
+    "RECORD_BYTES", "DamagedObject", "Entry", "ObjectNotFound", "Store", "StoreAway", "StoreError", "default_store",
+    "is_key", "open_store", "store_option", "stores_nearby",
 ]  # fmt: skip
 
 _KEYS = {  # of buckets, by the scheme of their URLs: where the keys belong
@@ -25,6 +26,39 @@ _KEYS = {  # of buckets, by the scheme of their URLs: where the keys belong
     "gs": "GOOGLE_APPLICATION_CREDENTIALS",
     "az": "AZURE_STORAGE_ACCOUNT_KEY or AZURE_STORAGE_SAS_TOKEN",
 }
+
+
+def default_store() -> str:
+    """Return the store of a command that names none: PACKTRAIN_STORE, or ./store, or the next `store` above that.
+
+    Above the current directory only this user's own stores count: in a shared one, such as /tmp, anybody can make one.
+    """
+    if location := os.environ.get("PACKTRAIN_STORE"):
+        return location
+    with suppress(OSError):  # the current directory was removed, or one above it cannot be read
+        if not Path("store").exists():
+            for directory in Path.cwd().parents:
+                mark = directory / "store" / IDENTITY
+                if os.access(mark, os.R_OK) and mark.stat().st_uid == os.getuid():
+                    return str(mark.parent)
+    return "./store"
+
+
+def store_option(store: Store) -> list[str]:
+    """Return --store for a command in a hint, only if the command would otherwise look elsewhere."""
+    location = default_store()
+    known = (location.rstrip("/"), str(Path(location).expanduser().absolute()))
+    return [] if store.url in known else ["--store", store.url]
+
+
+def stores_nearby() -> list[Store]:
+    """Return stores in directories above the current one and directly below it, the nearest first."""
+    with suppress(OSError):
+        here = Path.cwd()
+        marks = [directory / "store" / IDENTITY for directory in (here, *here.parents)]
+        marks += sorted(here.glob(f"*/store/{IDENTITY}"))
+        return [DirectoryStore(mark.parent) for mark in marks if os.access(mark, os.R_OK)]
+    return []
 
 
 def open_store(

@@ -291,7 +291,7 @@ class AwsFleet(CloudFleet):
         result = run.result()
         if result is not None and result.status == "failed":
             stay = show_seconds(self._settings.linger.value)
-            say(f"The machines of {run.name} stay for {stay} for a look; `packtrain down {run.name}` ends them now")
+            say(f"The machines of {run.name} stay for {stay} for a look; `{run.command('down')}` ends them now")
             return
         wait_until_left(run)
         self.give_back(run, say)
