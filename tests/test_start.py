@@ -17,11 +17,11 @@ from packtrain.run.inputs import staged
 from packtrain.run.records import FleetLaunch, JobSource, Result
 from packtrain.run.run import Run
 from packtrain.run.trust import is_remembered, refuse, remember
-from packtrain.start import create, dry_run, edited_since, load, prepare, prepare_run, reopen
+from packtrain.start import create, dry_run, edited_since, load, prepare, prepare_run, reopen, start
 from packtrain.store import Store, open_store
 from packtrain.system import this_client
 from packtrain.units import show_time
-from parts.runs import a_lease, new_run, recipe_job, write_files
+from parts.runs import a_lease, new_run, program_job, recipe_job, write_files
 
 
 def ended_run(
@@ -178,6 +178,15 @@ def test_a_run_of_somebody_else_does_not_move_to_other_machines_unseen(directory
         reopen(run, refuse, lambda _: None, ["fleet={ssh: {hosts: [a]}}"])
 
 
+def test_a_run_whose_fleet_refuses_to_start_has_failed(directory_store: Store) -> None:
+    run = new_run(directory_store, program_job(fleet={"slurm": {}}))
+    with pytest.raises(Mistake, match=r"cannot be tied to this command; .*; then run `packtrain resume job-1`"):
+        start(run, tied=True)
+    result = run.result()
+    assert result is not None
+    assert (result.status, result.reason[:32]) == ("failed", "could not start: a Slurm job can")
+
+
 def test_a_running_run_is_not_changed(directory_store: Store, monkeypatch: pytest.MonkeyPatch) -> None:
     run = new_run(directory_store, recipe_job())
     monkeypatch.setattr(liveness, "state_of", lambda _: "running")
@@ -251,7 +260,8 @@ def test_a_run_drops_unusable_samples_only_if_it_is_allowed_to(tmp_path: Path, m
     write_files(tmp_path, {**files, "data/a/broken.jpg": b"?", "data/a/README.txt": b"?"})
     job = f"name: pets\nrecipe: classify\nstore: {tmp_path}/store\ndata: {{train: {{imagenet: data}}}}\nmodel: tiny\n"
     (tmp_path / "job.yaml").write_text(job)
-    monkeypatch.setattr("packtrain.cli.jobs._start_and_follow", lambda *_: None)
+    for step in ("_start", "_follow"):
+        monkeypatch.setattr(f"packtrain.cli.jobs.{step}", lambda *_: None)
     command = ["run", str(tmp_path / "job.yaml")]
     refused = CliRunner().invoke(app, command)
     assert "1 of 7 samples are unusable" in str(refused.exception)

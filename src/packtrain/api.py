@@ -27,6 +27,7 @@ from packtrain.run.run import Run, open_run, run_names
 from packtrain.run.trust import Accept, CodeReview
 from packtrain.start import Beginning, create, edited_since, load, reopen, start, wait_until_joined
 from packtrain.store import default_store, open_store
+from packtrain.system import say
 from packtrain.units import counted
 
 _READERS = 16
@@ -122,9 +123,9 @@ class RunHandle:
         if state == "running" or (state == "finished" and not overrides):
             raise Mistake(f"{self.name} is {state}; only a run that stopped or failed can be resumed")
         if (line := edited_since(self._run, overrides)) is not None:
-            print(f"note: {line}")
-        self._run = reopen(self._run, _trusting(trust_code), print, overrides)
-        wait_until_joined(start(self._run, tied=False))
+            say(f"note: {line}")
+        self._run = reopen(self._run, _trusting(trust_code), overrides=overrides)
+        wait_until_joined(self._run, start(self._run, tied=False))
 
     def report(self) -> Report:
         """Write the report of the run so far; a notebook shows it, and its `url` is where it is stored."""
@@ -194,8 +195,8 @@ def run(job: str | Path, overrides: Sequence[str] = (), parent: str | None = Non
     weights are taken.
     """
     beginning = None if parent is None else Beginning(read_name(parent), fresh)
-    created = create(load(job, overrides), PlainProgress(print), beginning)
-    wait_until_joined(start(created, tied=False))
+    created = create(load(job, overrides), PlainProgress(say), beginning)
+    wait_until_joined(created, start(created, tied=False))
     return RunHandle(created)
 
 

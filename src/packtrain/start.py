@@ -38,6 +38,7 @@ from packtrain.report.summary import is_started_here
 from packtrain.run.checkpoint import committed, last_step
 from packtrain.run.code import CodeSnapshot, archive, files_of, git_commit, snapshot
 from packtrain.run.inputs import GIVEN, given_keys, is_remote, keys_of, put_input
+from packtrain.run.liveness import fail_launch
 from packtrain.run.records import MAX_RECORD_BYTES, Event, FleetLaunch, JobSource
 from packtrain.run.removal import remove_run
 from packtrain.run.run import Run, create_run, next_run
@@ -45,6 +46,7 @@ from packtrain.run.trust import Accept, is_remembered, remember, require_trust
 from packtrain.run.uses import Uses, refuse_discarded
 from packtrain.store import Store, open_store
 from packtrain.system import cache_directory, sha256_of, this_client
+from packtrain.system import say as print_line
 from packtrain.train.progress import Progress
 from packtrain.train.schedule import rate_of
 from packtrain.units import Duration, show_time
@@ -357,8 +359,11 @@ def _next_run(loaded: LoadedJob) -> tuple[CodeSnapshot, Run]:
     return code, next_run(store, loaded.job, code.archive)
 
 
-def start(run: Run, tied: bool, say: Say = print) -> list[StartedNode]:
-    """Start the run's nodes; tied ones end with this process. `say` gets a line for each machine that is left out."""
+def start(run: Run, tied: bool, say: Say = print_line, *, is_last_try: bool = True) -> list[StartedNode]:
+    """Start the run's nodes; tied ones end with this process. `say` gets a line for each machine that is left out.
+
+    If that fails, the run fails, unless the caller tries again.
+    """
     fleet = fleet_of(run.job.fleet.kind)
     _record_launch(run)
     kind = run.job.fleet.kind
@@ -366,8 +371,16 @@ def start(run: Run, tied: bool, say: Say = print) -> list[StartedNode]:
     try:
         # The run exists by now, so the advice is to resume it, not to create another one.
         return fleet.start(run, fleet.plan(run), tied, say)
-    except Mistake as mistake:
-        raise Mistake(f"{mistake}; then run `{run.command('resume')}`") from None
+    except BaseException as error:
+        with suppress(PacktrainError):
+            if isinstance(error, KeyboardInterrupt):
+                fail_launch(run, "stopped", "stopped by user (Ctrl-C) before it started", is_last_try=is_last_try)
+            else:
+                why = str(error) if isinstance(error, PacktrainError) else f"{type(error).__name__}: {error}"
+                fail_launch(run, "failed", f"could not start: {why}", is_last_try=is_last_try)
+        if isinstance(error, Mistake):
+            raise Mistake(f"{error}; then run `{run.command('resume')}`") from None
+        raise
 
 
 def _record_launch(run: Run) -> None:
@@ -375,19 +388,25 @@ def _record_launch(run: Run) -> None:
     run.record_launch(FleetLaunch(time.time(), this_client(), run.job.fleet.model_dump(mode="json")))
 
 
-def wait_until_joined(nodes: Sequence[StartedNode], seconds: float = JOIN_SECONDS) -> None:
+def wait_until_joined(run: Run, nodes: Sequence[StartedNode], seconds: float = JOIN_SECONDS) -> None:
     """Wait until the nodes have joined their run, so that it is running for whoever looks next; raise if one cannot."""
     deadline = time.monotonic() + seconds
-    for node in nodes:
-        while not node.has_joined() and time.monotonic() < deadline:
-            time.sleep(0.05)
+    try:
+        for node in nodes:
+            while not node.has_joined() and time.monotonic() < deadline:
+                time.sleep(0.05)
+    except PacktrainError as error:
+        if all(node.exit_code() is not None for node in nodes):
+            with suppress(PacktrainError):
+                fail_launch(run, "failed", str(error))
+        raise
 
 
 class AlreadyComplete(Mistake):
     """There is nothing to resume: the run has reached its end."""
 
 
-def reopen(run: Run, accept: Accept, say: Say = print, overrides: Sequence[str] = ()) -> Run:
+def reopen(run: Run, accept: Accept, say: Say = print_line, overrides: Sequence[str] = ()) -> Run:
     """Prepare a run that has ended to be started again, after the checks that `create` does; return it with its job.
 
     `accept` decides about a run that was started elsewhere, or was changed (run/trust.py). `overrides` change the job,

@@ -14,9 +14,11 @@ from typer.testing import CliRunner
 
 from packtrain.cli import app
 from packtrain.errors import EXIT_INTERRUPTED, EXIT_MISTAKE, EXIT_NOT_FOUND, PacktrainError
-from packtrain.run.records import LogLine
-from packtrain.store import Store
+from packtrain.run.records import FleetLaunch, LogLine
+from packtrain.run.run import Run
+from packtrain.store import Store, open_store
 from parts.runs import new_run, program_job
+from parts.sandbox import wait_until
 from run.test_removal import a_sweep
 
 READING = [
@@ -60,6 +62,7 @@ JOB = "name: mine\nprogram: [train.py]\n"
 def a_run_with_output(store: Store) -> None:
     """A run that does not end, because no machine works on it."""
     run = new_run(store, program_job("endless"))
+    run.record_launch(FleetLaunch(0.0, "client", {}))
     writer = run.log_writer("a")
     writer.append(LogLine(1.0, 1, "a", 0, "out", "hello"))
     writer.flush()
@@ -94,7 +97,7 @@ def test_ctrl_c_ends_a_command_that_follows_with_130_and_says_nothing(tmp_path: 
         ("export endless", "packtrain.export.export:export_run"),
         ("ls", "packtrain.run.run:run_names"),
         ("show", "packtrain.report.summary:summarize"),
-        ("show -w", "packtrain.cli.follow:Follower.until_ended"),
+        ("show -w endless", "packtrain.cli.follow:Follower.until_ended"),
         ("logs", "packtrain.run.run:Run.log_lines"),
         ("stop endless", "packtrain.fleet:request_stop"),
         ("report", "packtrain.report:write_report"),
@@ -150,6 +153,26 @@ def test_nothing_is_said_when_nobody_reads_the_output(
     done = subprocess.run(command, stdout=write, stderr=subprocess.PIPE, env=environment, timeout=120, check=False)
     os.close(write)
     assert (done.returncode, done.stderr) == (0, b"")
+
+
+@pytest.mark.usefixtures("training")
+@pytest.mark.parametrize(("words", "is_full"), [("run", False), ("run --detach", False), ("run", True)])
+def test_a_run_starts_whoever_reads_what_is_printed(words: str, is_full: bool, tmp_path: Path) -> None:
+    (tmp_path / "job.yaml").write_text(JOB)
+    (tmp_path / "train.py").write_text("print('trained')")
+    read, write = os.pipe()
+    os.close(read)
+    full = os.open("/dev/full", os.O_WRONLY)
+    command = [sys.executable, "-m", "packtrain", *words.split(), "job.yaml"]
+    environment = {**os.environ, "PACKTRAIN_CACHE": str(tmp_path / "cache")}
+    subprocess.run(command, stdout=full if is_full else write, stderr=full, env=environment, cwd=tmp_path, check=False)
+    os.close(write)
+    os.close(full)
+    run = Run(open_store(str(tmp_path / "store")), "mine-1")
+    wait_until(run.result, "the run to end")
+    result = run.result()
+    assert result is not None
+    assert (result.status, [launch.failed for launch in run.launches()]) == ("finished", [False])
 
 
 @pytest.mark.parametrize(("words", "code"), [("badcommand", EXIT_MISTAKE), ("ls --store nowhere", EXIT_NOT_FOUND)])

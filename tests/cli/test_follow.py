@@ -17,20 +17,22 @@ from packtrain.cli.follow import (
     Follower,
     MachineWatch,
     StepLines,
+    check_launched,
     follow,
     logged_line,
     new_streams,
     progress_line,
     shortage,
 )
-from packtrain.errors import EXIT_ALREADY_JOINED, EXIT_DONE, EXIT_STOPPED, EXIT_UNFINISHED, NotFinished
+from packtrain.errors import EXIT_ALREADY_JOINED, EXIT_DONE, EXIT_FAILED, EXIT_STOPPED, EXIT_UNFINISHED, NotFinished
 from packtrain.fleet import Machine
 from packtrain.fleet.local import LocalFleet, start_process
 from packtrain.run import liveness
-from packtrain.run.liveness import watch_states
-from packtrain.run.records import Event, LogLine, Point, Result
+from packtrain.run.liveness import fail_launch, watch_states
+from packtrain.run.records import Event, FleetLaunch, LogLine, Point, Result
 from packtrain.run.run import Run
 from packtrain.store import Store, StoreError
+from packtrain.system import this_client
 from packtrain.units import Machines
 from parts.runs import a_generation, a_lease, new_run, program_job, recipe_job
 
@@ -341,6 +343,27 @@ def test_a_run_that_has_ended_shows_its_end(directory_store: Store, capsys: pyte
     assert shown.count("restored  checkpoint 7\n") == 1, "several machines tell of one thing"
     assert "run      job-1  stopped by user" in shown
     assert "packtrain resume job-1" in shown
+
+
+def test_a_run_that_nobody_has_started_is_not_waited_for(directory_store: Store) -> None:
+    run = new_run(directory_store)
+    with pytest.raises(NotFinished, match=r"job-1 has not been started; run `packtrain resume job-1 --store .*`"):
+        check_launched(run, seconds=0.0)
+    run.store.put(run.key("sweep.txt"), b"rates")
+    with pytest.raises(NotFinished, match="one of the sweep rates; `packtrain sweep rates` starts what is left"):
+        check_launched(run, seconds=0.0)
+    run.record_launch(FleetLaunch(0.0, "client", {}))
+    check_launched(run, seconds=0.0)
+
+
+def test_a_run_whose_launch_failed_is_not_waited_for(
+    directory_store: Store, capsys: pytest.CaptureFixture[str]
+) -> None:
+    run = new_run(directory_store)
+    run.record_launch(FleetLaunch(0.0, this_client(), {}))
+    fail_launch(run, "failed", "could not start: no such host")
+    assert follow(run, [], foreground=False) == EXIT_FAILED
+    assert "job-1  failed: could not start: no such host" in capsys.readouterr().out
 
 
 def test_a_run_without_machines_shows_its_end_and_how_to_resume_it(

@@ -17,8 +17,10 @@ from packtrain.fleet import Fleet, LaunchPlan, fleet_of
 from packtrain.fleet.local import END_SECONDS, LocalFleet, LocalSettings, is_node, start_process, text_of
 from packtrain.job.kinds import FLEETS, kind_class
 from packtrain.node.preemption import seconds_from
+from packtrain.run.records import FleetLaunch
 from packtrain.start import wait_until_joined
 from packtrain.store import Store
+from packtrain.system import this_client
 from packtrain.units import Machines
 from parts.runs import new_run, program_job
 from parts.sandbox import wait_until
@@ -160,8 +162,10 @@ def test_an_untied_node_outlives_its_client_and_knows_how_long_it_has_after_a_si
 
 
 @pytest.mark.usefixtures("processes")
-def test_a_detached_client_waits_until_its_nodes_have_joined(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    go = tmp_path / "go"
+def test_a_detached_client_waits_until_its_nodes_have_joined(
+    directory_store: Store, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run, go = new_run(directory_store), tmp_path / "go"
     slow = (
         "import time, pathlib, sys\nwhile not pathlib.Path(sys.argv[1]).exists(): time.sleep(0.02)\n"
         "print('machine: here has joined', flush=True); time.sleep(600)"
@@ -177,7 +181,7 @@ def test_a_detached_client_waits_until_its_nodes_have_joined(tmp_path: Path, mon
     monkeypatch.setattr("packtrain.start.time.sleep", wait)
     assert not node.has_joined()
     try:
-        wait_until_joined([node])
+        wait_until_joined(run, [node])
         assert node.has_joined()
     finally:
         node.process.kill()
@@ -186,13 +190,17 @@ def test_a_detached_client_waits_until_its_nodes_have_joined(tmp_path: Path, mon
 
 @pytest.mark.usefixtures("processes")
 @pytest.mark.parametrize(("code", "joined"), [(0, True), (104, True), (2, False)])
-def test_a_detached_client_says_why_a_node_could_not_start(code: int, joined: bool) -> None:
+def test_a_detached_client_says_why_a_node_could_not_start(code: int, joined: bool, directory_store: Store) -> None:
+    run = new_run(directory_store)
+    run.record_launch(FleetLaunch(0.0, this_client(), {}))
     node = start_process("job-1", (sys.executable, "-c", f"print('packtrain: no disk'); exit({code})"), tied=False)
     if joined:
-        wait_until_joined([node])
+        wait_until_joined(run, [node])
     else:
         with pytest.raises(PacktrainError, match="the node exited on start: no disk"):
-            wait_until_joined([node])
+            wait_until_joined(run, [node])
+    result = run.result()
+    assert (result is None) if joined else (result is not None and result.reason.endswith("on start: no disk"))
     node.process.wait()
 
 

@@ -30,6 +30,7 @@ from packtrain.run.liveness import (
     State,
     StateWatch,
     attempt,
+    fail_launch,
     finish_unattended,
     holds_lock,
     node_directory,
@@ -45,9 +46,9 @@ from packtrain.run.liveness import (
 from packtrain.run.records import DamagedRecord, FleetLaunch, Lease, Result
 from packtrain.run.run import Run
 from packtrain.store import Store, StoreError, open_store
-from packtrain.system import FileLock
+from packtrain.system import FileLock, this_client
 from parts.faulty import FaultyStore
-from parts.runs import a_generation, a_lease, new_run
+from parts.runs import a_generation, a_lease, new_run, write_files
 
 
 @pytest.fixture(autouse=True)
@@ -403,6 +404,53 @@ def test_a_run_that_nobody_has_joined_or_that_is_over_was_not_left(directory_sto
     assert was_left_before_launch(run)
     run.finish(Result("finished", "", 1, 1.0))
     assert not was_left_before_launch(run)
+
+
+# A launch that started nothing.
+
+
+def test_a_run_whose_launch_failed_has_failed(directory_store: Store) -> None:
+    run = new_run(directory_store)
+    run.record_launch(FleetLaunch(0.0, this_client(), {}))
+    fail_launch(run, "failed", "no such host")
+    assert run.result() == Result("failed", "no such host", 0, 0.0)
+    assert [launch.failed for launch in run.launches()] == [True]
+
+
+@pytest.mark.usefixtures("quick_watch")
+def test_a_run_whose_second_launch_failed_has_failed_at_its_last_step(directory_store: Store, tmp_path: Path) -> None:
+    run = new_run(directory_store)
+    launched(run, 90)
+    run.renew(a_lease("a", left=True, used_seconds=60.0))
+    placed(run, "nodes/a.json", 60)
+    commit(run, 5, 1, None, write_files(tmp_path / "saved", {"file": b"x"}))
+    run.record_launch(FleetLaunch(0.0, this_client(), {}))
+    fail_launch(run, "failed", "no such host")
+    assert run.result() == Result("failed", "no such host", 5, 60.0)
+
+
+def test_a_launch_that_is_tried_again_does_not_end_its_run_until_the_last_try(directory_store: Store) -> None:
+    run = new_run(directory_store)
+    for is_last_try in (False, True):
+        assert run.result() is None
+        run.record_launch(FleetLaunch(0.0, this_client(), {}))
+        fail_launch(run, "failed", "no such host", is_last_try=is_last_try)
+    assert run.result() is not None
+
+
+@pytest.mark.parametrize("joined", [True, False])
+def test_a_failed_launch_does_not_end_a_run_that_others_work_on_or_have_launched(
+    joined: bool, directory_store: Store
+) -> None:
+    run = new_run(directory_store)
+    run.record_launch(FleetLaunch(0.0, "somebody@else", {}))
+    if joined:
+        aged(run, a_lease("a"), 1)
+    fail_launch(run, "failed", "no such host")
+    run.record_launch(FleetLaunch(0.0, this_client(), {}))
+    fail_launch(run, "failed", "no such host")
+    assert run.result() is None
+    assert not run.launches()[0].failed
 
 
 # A stop that no machine can carry out.

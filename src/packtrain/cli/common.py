@@ -277,6 +277,63 @@ class SafeErrors(SafeStream):
             discard_rest(self.stream)
 
 
+class UnreadStream(io.TextIOBase):
+    """Standard output that drops what cannot be written; `error` is the first reason why."""
+
+    def __init__(self, stream: TextIO) -> None:
+        self._stream = stream
+        self.error: OSError | None = None
+
+    @property
+    def encoding(self) -> str:  # type: ignore[override]
+        return self._stream.encoding
+
+    def write(self, text: str) -> int:
+        if self.error is None:
+            with self._kept():
+                self._stream.write(text)
+        return len(text)
+
+    def flush(self) -> None:
+        if self.error is None:
+            with self._kept():
+                self._stream.flush()
+
+    @contextmanager
+    def _kept(self) -> Iterator[None]:
+        try:
+            yield
+        except OSError as error:
+            self.error = error
+
+    def isatty(self) -> bool:
+        return self._stream.isatty()
+
+    def fileno(self) -> int:
+        return self._stream.fileno()
+
+
+@contextmanager
+def unread_output() -> Iterator[None]:
+    """Do everything in the block, even if standard output has no reader or is full; only then raise that error.
+
+    What a command starts must not depend on who reads what it prints.
+    """
+    out = sys.stdout
+    if not isinstance(out, SafeStream):
+        yield
+        return
+    stream, unread = out.stream, UnreadStream(out.stream)
+    out.stream = cast("TextIO", unread)
+    try:
+        yield
+        out.flush()
+    finally:
+        out.stream = stream
+    if unread.error is not None:
+        raise unread.error
+
+
 def discard_rest(stream: TextIO) -> None:
     """Send what is still in the buffer of a stream, and what follows, to nowhere.
 

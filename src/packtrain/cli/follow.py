@@ -22,9 +22,19 @@ from packtrain.report.cost import goal_step, seconds_to_goal, share_done
 from packtrain.report.goodput import COMPUTING, LABELS, Goodput
 from packtrain.report.summary import About, Summary, about, score_name, summarize, units_per_second
 from packtrain.run.chunks import ChunkReader
-from packtrain.run.liveness import EXIT_CODES, LEASE_LOST_SECONDS, LEASE_SECONDS, LeaseWatch, state_now, state_of
+from packtrain.run.liveness import (
+    EXIT_CODES,
+    LEASE_LOST_SECONDS,
+    LEASE_SECONDS,
+    WATCH_SECONDS,
+    LeaseWatch,
+    fail_launch,
+    state_now,
+    state_of,
+)
 from packtrain.run.records import Event, Generation, LogLine, Point
 from packtrain.run.run import Run
+from packtrain.run.sweeps import sweep_of
 from packtrain.store import StoreAway, StoreError
 from packtrain.system import Task
 from packtrain.units import Machines, counted, show_count, show_score, show_seconds, show_time
@@ -89,12 +99,14 @@ def follow(
 
 def _follow(run: Run, nodes: Sequence[StartedNode], foreground: bool, streams: Streams | None, quiet: bool) -> int:
     screen = console()
+    if not nodes and streams is None:
+        check_launched(run)
     screen.say((run.name, "bold"), f" in {run.store.url}")
     follower = Follower(run, nodes, screen, streams=streams, quiet=quiet)
     try:
         try:
             # Nobody waits a minute for machines that left long ago.
-            if not nodes and streams is None and state_now(run) == "interrupted":
+            if not nodes and streams is None and _is_over(run):
                 follower.read()
             else:
                 follower.until_ended()
@@ -122,6 +134,25 @@ def _follow(run: Run, nodes: Sequence[StartedNode], foreground: bool, streams: S
     if state != "finished":
         screen.say_lines(hints(run, "resume"))
     return EXIT_CODES[state]
+
+
+def check_launched(run: Run, seconds: float = WATCH_SECONDS) -> None:
+    """Refuse a run that no client has launched, and so none will join; one that is being created gets some seconds."""
+    backoff = Backoff(0.2, 1.0, limit_seconds=seconds)
+    while run.result() is None and not run.launches_by_key() and not run.leases():
+        if backoff.wait():
+            continue
+        if (sweep := sweep_of(run)) is not None:
+            advice = f"it is one of the sweep {sweep}; `packtrain sweep {sweep}` starts what is left of it"
+        else:
+            advice = f"run `{run.command('resume')}`"
+        raise NotFinished(f"{run.name} has not been started; {advice}")
+
+
+def _is_over(run: Run) -> bool:
+    """True if no machine works on the run, and none is expected to."""
+    state = state_now(run)
+    return state == "interrupted" or (state not in ("running", "waiting") and all(one.left for one in run.leases()))
 
 
 @dataclass(frozen=True)
@@ -261,10 +292,9 @@ class Follower:
             return self._all_gone() or time.monotonic() - self._ended_at > LEASE_LOST_SECONDS
         if self._has_died() and self._run.result() is None:
             # A node writes a result before it exits, so this one was killed or crashed.
-            raise RunFailed(
-                f"the node {_how_it_ended(self._nodes[0])} without a result;"
-                f" try again with `{self._run.command('resume')}`"
-            )
+            how = f"the node {_how_it_ended(self._nodes[0])}"
+            fail_launch(self._run, "failed", f"{how} before it joined the run")
+            raise RunFailed(f"{how} without a result; try again with `{self._run.command('resume')}`")
         return False
 
     def _all_gone(self) -> bool:

@@ -22,9 +22,12 @@ from packtrain.cli.common import (
     find_run,
     hints,
     trusting,
+    unread_output,
 )
 
 if TYPE_CHECKING:
+    from packtrain.cli.follow import Streams
+    from packtrain.fleet import StartedNode
     from packtrain.job.kinds import FleetKind
     from packtrain.job.load import LoadedJob
     from packtrain.run.run import Run
@@ -171,12 +174,14 @@ def run(
             console().say(f"start from {parent}")
         _print_dry_run(loaded)
         return
-    made = prepare_run(loaded, ProgressBars(console()), beginning=beginning)
-    for label, line in made.notes:
-        console().say((label, "dim"), f"  {line}")
-    created = made.create(lambda line: console().say(("from", "dim"), f"  {line}"))
-    _print_expected(created)
-    _start_and_follow(created, foreground, detach, quiet)
+    with unread_output():
+        made = prepare_run(loaded, ProgressBars(console()), beginning=beginning)
+        for label, line in made.notes:
+            console().say((label, "dim"), f"  {line}")
+        created = made.create(lambda line: console().say(("from", "dim"), f"  {line}"))
+        _print_expected(created)
+        started = _start(created, foreground, detach)
+    _follow(created, started, foreground, detach, quiet)
 
 
 def _print_expected(created: Run) -> None:
@@ -222,14 +227,17 @@ def resume(
         sys.exit(follow(found, [], foreground=False, quiet=quiet))
     job = changed_job(found.job_data, overrides)[0] if overrides else found.job
     _check_modes(foreground, detach, job.fleet.kind)
-    if (line := edited_since(found, overrides or ())) is not None:
-        console().say(("note", "dim"), f"  {line}")
+    edited = edited_since(found, overrides or ())
     try:
-        reopened = reopen(found, trusting(trust_code), _print_line, overrides or ())
+        with unread_output():
+            if edited is not None:
+                console().say(("note", "dim"), f"  {edited}")
+            reopened = reopen(found, trusting(trust_code), _print_line, overrides or ())
+            started = _start(reopened, foreground, detach)
     except AlreadyComplete:  # its machines had left, and its result came a moment later
         _say_complete(found)
         return
-    _start_and_follow(reopened, foreground, detach, quiet)
+    _follow(reopened, started, foreground, detach, quiet)
 
 
 def _say_complete(found: Run) -> None:
@@ -269,17 +277,27 @@ def _check_modes(foreground: bool, detach: bool, fleet: FleetKind | None = None)
         raise Mistake(fault)
 
 
-def _start_and_follow(found: Run, foreground: bool, detach: bool, quiet: bool) -> None:
-    from packtrain.cli.follow import follow, new_streams
+def _start(found: Run, foreground: bool, detach: bool) -> tuple[Streams, list[StartedNode]]:
+    from packtrain.cli.follow import new_streams
     from packtrain.start import start, wait_until_joined
 
     streams = new_streams(found)  # before anything is started: nothing new must be taken for history
     nodes = start(found, foreground, _print_line)
     if detach:
-        wait_until_joined(nodes)
+        wait_until_joined(found, nodes)
+    return streams, nodes
+
+
+def _follow(
+    found: Run, started: tuple[Streams, list[StartedNode]], foreground: bool, detach: bool, quiet: bool
+) -> None:
+    from packtrain.cli.follow import follow
+
+    if detach:
         console().say("Started ", (found.name, "bold"), f" in {found.store.url}")
         console().say_lines(hints(found, "follow", "status", "stop"))
         return
+    streams, nodes = started
     sys.exit(follow(found, nodes, foreground, streams, quiet))
 
 

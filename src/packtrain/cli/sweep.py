@@ -22,6 +22,7 @@ from packtrain.cli.common import (
     find_store,
     print_json,
     trusting,
+    unread_output,
     write_output,
 )
 from packtrain.errors import EXIT_FAILED, EXIT_INTERRUPTED, Mistake
@@ -96,7 +97,9 @@ def sweep(
         if show:
             _report(found, output, as_json)
             return
-        sys.exit(_drive(found, parallel, trusting(trust_code), output, as_json))
+        with unread_output():
+            code = _drive(found, parallel, trusting(trust_code), output, as_json)
+        sys.exit(code)
     if store is not None:
         raise Mistake("--store: a job file names its store; change it with --set store=...")
     request = SweepRequest(Path(target), grid or (), overrides or (), draws, seed, halving, parallel, name, allow_drops)
@@ -104,7 +107,9 @@ def sweep(
     if dry_run:
         _print_plan(prepared, as_json)
         return
-    sys.exit(_drive(_created(prepared, as_json), parallel, trusting(trust_code), output, as_json))
+    with unread_output():
+        code = _drive(_created(prepared, as_json), parallel, trusting(trust_code), output, as_json)
+    sys.exit(code)
 
 
 def _prepared(request: SweepRequest) -> PreparedSweep:

@@ -24,10 +24,10 @@ from typing import Literal, TypeVar
 
 from packtrain.errors import EXIT_DONE, EXIT_FAILED, EXIT_STOPPED, EXIT_UNFINISHED, PacktrainError
 from packtrain.run.checkpoint import last_step, remove_uncommitted
-from packtrain.run.records import Lease, Result
+from packtrain.run.records import Lease, Result, encode
 from packtrain.run.run import Run
 from packtrain.store import Store, StoreError
-from packtrain.system import FileLock, nodes_directory
+from packtrain.system import FileLock, nodes_directory, this_client
 
 LEASE_SECONDS = 2.0  # between two renewals of a lease
 LEASE_LOST_SECONDS = 12.0  # without a renewal, until a node counts as lost
@@ -349,6 +349,30 @@ def holds_lock(run: Run, node: str) -> bool | None:
     return False
 
 
+def fail_launch(run: Run, status: Literal["failed", "stopped"], reason: str, *, is_last_try: bool = True) -> None:
+    """Record that the latest launch, which is the caller's, has started nothing; the run would wait forever.
+
+    It ends the run, unless another try follows, or machines of an earlier launch may still join.
+    """
+    if state_now(run) != "waiting":
+        return
+    *earlier, (key, launch) = run.launches_by_key().items()
+    if launch.client != this_client():  # another client launched it at the same moment
+        return
+    run.store.put(key, encode(replace(launch, failed=True)))
+    modified = {entry.key: entry.modified for entry in run.store.list(run.key("launches/"))}
+    left = _times_of(run, "nodes/")
+    awaited = [key for key, before in earlier if not (before.failed or (left and left[-1] >= modified[key]))]
+    if is_last_try and not awaited:
+        run.finish(_result(run, status, reason))
+
+
+def _result(run: Run, status: Literal["failed", "stopped"], reason: str) -> Result:
+    """Return the result of a run that no machine works on."""
+    seconds = max((lease.used_seconds for lease in run.leases()), default=0.0)
+    return Result(status, reason, last_step(run), seconds)
+
+
 def finish_unattended(run: Run) -> bool:
     """True if no machine works on a run that was asked to stop: then its result is written here.
 
@@ -356,9 +380,7 @@ def finish_unattended(run: Run) -> bool:
     """
     if state_now(run) not in ("interrupted", "waiting"):
         return False
-    step = last_step(run)
-    seconds = max((lease.used_seconds for lease in run.leases()), default=0.0)
-    run.finish(Result("stopped", "stopped by user while no machine was working on it", step, seconds))
+    run.finish(_result(run, "stopped", "stopped by user while no machine was working on it"))
     latest = run.latest_generation()
     with suppress(PacktrainError):  # the run has its result; the next generation would remove the rest, too
         # The last generation's files stay: a machine that was only cut off may still commit them.

@@ -546,9 +546,11 @@ class StopRequest:
 class FleetLaunch:
     """A client is about to start machines: written before anything exists, so that `down` finds whatever came of it.
 
-    `fleet` is the job's section of that time: a run may move from one fleet to another.
+    `fleet` is the job's section of that time: a run may move from one fleet to another. `failed`: nothing was started,
+    as far as the client knows.
     """
 
     time: Time
     client: Label
     fleet: dict[str, Any]
+    failed: bool = False

@@ -255,7 +255,11 @@ class Run:
 
     def launches(self) -> list[FleetLaunch]:
         """Return what clients were about to start for this run, oldest first."""
-        return _each(lambda key: self._read(key, FleetLaunch), self._keys("launches/", _NUMBERED))
+        return list(self.launches_by_key().values())
+
+    def launches_by_key(self) -> dict[str, FleetLaunch]:
+        keys = self._keys("launches/", _NUMBERED)
+        return dict(zip(keys, _each(lambda key: self._read(key, FleetLaunch), keys), strict=True))
 
     def record_launch(self, launch: FleetLaunch) -> None:
         number = len(self._keys("launches/", _NUMBERED)) + 1

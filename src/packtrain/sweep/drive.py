@@ -328,7 +328,8 @@ class SweepDrive:
         run = self._sweep.run(trial)
         try:
             run = reopen(run, self._accept, self._say, moved(run, self._fleets[slot]))
-            start(run, tied=False, say=self._say)
+            tries = 1 + sum(one.round == len(self._settled) for one in starts)
+            start(run, tied=False, say=self._say, is_last_try=tries >= _MAX_STARTS)
         except AlreadyComplete:
             pass  # the next look sees it
         except PacktrainError as error:
