@@ -18,7 +18,7 @@ from typing import Any
 from packtrain.data.order import NO_SAMPLES, draws
 from packtrain.errors import FieldMistake, Mistake, PacktrainError
 from packtrain.fleet import LaunchPlan, StartedNode, fleet_of
-from packtrain.fleet.fleet import JOIN_SECONDS, Say
+from packtrain.fleet.fleet import JOIN_SECONDS, Say, passed_keys
 from packtrain.fork import CheckpointName, Inheritance, check_parent, find_parent, inherit, read_name
 from packtrain.identity import install_command
 from packtrain.job.changes import FieldChange, changed_job
@@ -66,6 +66,11 @@ def load(path: str | Path, overrides: Sequence[str] = (), allow_drops: bool = Fa
     for number, variable in enumerate(loaded.job.environment):
         if (fault := loaded.job.fleet.kind.variable_fault(variable)) is not None:
             raise loaded.mistake(f"environment.{number}", fault)
+    variables = loaded.job.fleet.kind.variables_here()
+    if any(os.environ.get(name) != value for name, value in variables.items()):
+        os.environ.update(variables)  # for the store and data in buckets, and for processes that open them
+        words = shlex.join(f"{name}={value}" for name, value in variables.items())
+        loaded = replace(loaded, notes=(*loaded.notes, f"commands without the job need this too: export {words}"))
     return loaded
 
 
@@ -370,7 +375,11 @@ def start(run: Run, tied: bool, say: Say = print_line, *, is_last_try: bool = Tr
     run.record_event("machine", f"{this_client()} launches it on {word_of(FLEETS, kind)} (machines: {kind.machines})")
     try:
         # The run exists by now, so the advice is to resume it, not to create another one.
-        return fleet.start(run, fleet.plan(run), tied, say)
+        plans = fleet.plan(run)
+        for line in dict.fromkeys(passed_keys(plan.variables) for plan in plans):
+            if line is not None:
+                say(line)
+        return fleet.start(run, plans, tied, say)
     except BaseException as error:
         with suppress(PacktrainError):
             if isinstance(error, KeyboardInterrupt):

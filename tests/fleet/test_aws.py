@@ -347,6 +347,32 @@ def test_no_secret_reaches_aws_by_way_of_a_launch(
         assert secret not in everything
 
 
+def test_the_profile_of_a_job_opens_its_store_and_machines_use_their_role(
+    region: AwsRegion, s3_location: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "config").write_text("[profile diux]\naws_access_key_id = AKDIUX\naws_secret_access_key = canary\n")
+    (tmp_path / "train.py").touch()
+    kind = settings_of(profile="diux").model_dump(mode="json", exclude_defaults=True)
+    job = {"name": "job", "program": ["train.py"], "store": s3_location, "fleet": {"aws": kind}}
+    (tmp_path / "job.yaml").write_text(json.dumps(job))
+    said: list[str] = []
+    with monkeypatch.context() as without_keys:
+        for name in ("AWS_ACCESS_KEY_ID", "AWS_SECRET_ACCESS_KEY"):
+            without_keys.delenv(name)
+        without_keys.setenv("AWS_CONFIG_FILE", str(tmp_path / "config"))
+        without_keys.setenv("AWS_PROFILE", "of-another-account")
+        loaded = load(tmp_path / "job.yaml")
+        start(create(loaded, PlainProgress(silent)), tied=False, say=said.append)
+        with answering(AwsRegion("diux", region.place), "SimulatePrincipalPolicy", judged("ec2:RunInstances")):
+            checks = {check.detail for check in examine(loaded.job.fleet.kind, s3_location) if check.step == "store"}
+    assert loaded.notes == ("commands without the job need this too: export AWS_PROFILE=diux",)
+    assert "machines open the store with their role, not with the AWS profile diux" in said
+    assert checks == {
+        "reachable with the AWS profile diux, which machines do not get",
+        f"{s3_location} is one that machines can use, with their role",
+    }
+
+
 # The plan.
 
 

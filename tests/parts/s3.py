@@ -73,6 +73,8 @@ def leave_aws(monkeypatch: pytest.MonkeyPatch) -> None:
     """Hide the developer's own AWS settings from the test."""
     for name in [name for name in os.environ if name.startswith("AWS_")]:
         monkeypatch.delenv(name)
+    for name in ("AWS_SHARED_CREDENTIALS_FILE", "AWS_CONFIG_FILE"):
+        monkeypatch.setenv(name, "/nowhere")
     monkeypatch.setenv("AWS_EC2_METADATA_DISABLED", "true")
 
 

@@ -17,6 +17,7 @@ import pytest
 from packtrain.backoff import SLOW_ANSWERS, Backoff
 from packtrain.errors import Mistake
 from packtrain.store import Store, StoreError, open_store
+from packtrain.store.aws_keys import AwsKeys
 from packtrain.store.uploads import UploadClient
 from parts.loopback import free_port
 from parts.proxy import BUSY, CUT, DROP, HANG, LOSE_ANSWER, PASS, REFUSE, Proxy
@@ -50,7 +51,7 @@ def test_the_endpoint_for_s3_overrides_the_general_one(
 def test_missing_keys_are_reported_after_one_short_look_at_the_metadata_service(
     metadata_looks: list[float | None], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    with pytest.raises(Mistake, match="no keys for the store; set AWS_ACCESS_KEY_ID"):
+    with pytest.raises(Mistake, match=r"no keys for the store; set AWS_PROFILE, or AWS_ACCESS.* --profile NAME"):
         open_store("s3://bucket")
     assert metadata_looks == []
     monkeypatch.delenv("AWS_EC2_METADATA_DISABLED")
@@ -120,8 +121,8 @@ def test_unfinished_uploads_are_listed_page_by_page(ceph_server: S3Server) -> No
     location = fresh_location()
     for number in range(5):
         ceph_server.begin_upload(location, f"many/{number}")
-    keys = ceph_server.access_key, ceph_server.secret_key
-    client = UploadClient(f"{ceph_server.endpoint}/{BUCKET}", "us-east-1", *keys, None, 10.0, uploads_per_page=2)
+    keys = AwsKeys(ceph_server.access_key, ceph_server.secret_key)
+    client = UploadClient(f"{ceph_server.endpoint}/{BUCKET}", "us-east-1", lambda: keys, 10.0, uploads_per_page=2)
     prefix = location.removeprefix(f"s3://{BUCKET}/")
     assert [upload.key for upload in client.list(prefix)] == [f"{prefix}/many/{number}" for number in range(5)]
 

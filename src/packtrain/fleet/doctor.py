@@ -15,7 +15,7 @@ from typing import Any
 from packtrain.errors import Mistake, PacktrainError
 from packtrain.fleet import fleet_of
 from packtrain.fleet.facts import Facts, visible_object
-from packtrain.fleet.fleet import Check, Fleet, Target, passed_variables, tried, values_of
+from packtrain.fleet.fleet import Check, Fleet, Target, passed_keys, passed_variables, tried, values_of
 from packtrain.fleet.link_probe import RENDEZVOUS_SECONDS, SECONDS, LinkSpeed
 from packtrain.fleet.remote import Unreachable, verb_command
 from packtrain.fleet.ssh import store_advice
@@ -54,14 +54,17 @@ def examine(
     if fleet.rents:
         yield from _examine_rented(fleet, location)
         return
-    secrets = values_of(passed_variables(environment_names, location))
     with ExitStack() as stack:
         try:
+            variables = passed_variables(environment_names, location)
+            secrets, keys = values_of(variables), passed_keys(variables)
             store = open_store(location, create=True)
             key = stack.enter_context(visible_object(store))
         except PacktrainError as error:
             yield Check("this machine", "store", False, str(error), "no run can start without a store; fix this first")
             return
+        if keys is not None and not fleet.trains_here:
+            yield Check("this machine", "store", True, keys)
         usable: list[Usable] = []
         # In parallel, because a host that does not answer takes ten seconds; `map` still yields in the job's order.
         pool = stack.enter_context(ThreadPoolExecutor(32))
@@ -86,11 +89,16 @@ def _examine_rented(fleet: Fleet, location: str) -> Iterator[Check]:
         with visible_object(store):
             return store, store.supports_put_if_absent()
 
-    check, reached = tried("this machine", "store", reach, lambda _: "reachable")
+    check, reached = tried("this machine", "store", reach, _reached_words)
     yield check
     if reached is not None:
         yield _atomic_create("this machine", reached[1])
     yield from fleet.checks(reached[0] if reached else None)
+
+
+def _reached_words(reached: tuple[Store, bool]) -> str:
+    source = reached[0].key_source
+    return "reachable" if source is None else f"reachable with {source}, which machines do not get"
 
 
 def check_target(target: Target, store: str, key: str, secrets: dict[str, str]) -> tuple[list[Check], Usable | None]:

@@ -26,6 +26,7 @@ from packtrain.job.part import matching
 from packtrain.node.preemption import NoticeSource
 from packtrain.run.run import Run
 from packtrain.store import Store
+from packtrain.store.aws_keys import KEY_VARIABLES, PROFILE_VARIABLES, SdkKeys, named_profile, needs_sdk, sdk_keys
 from packtrain.units import counted
 
 GOOD_ENDS = (EXIT_DONE, EXIT_STOPPED, EXIT_ALREADY_JOINED)  # after these a node removes its log
@@ -254,9 +255,39 @@ def node_arguments(run: Run, python: str, kind: FleetKind, interface: str | None
 def passed_variables(environment: Sequence[str], store: str) -> tuple[str, ...]:
     """Return the names of the variables that remote nodes need: the job's, and the credentials of a bucket."""
     # A node only reads and writes the store: a directory needs no keys, and a bucket only those of its service.
-    keys = _STORE_VARIABLES.get(store.partition("://")[0], ())
-    return tuple(sorted(name for name in os.environ if name in environment or name.startswith(keys)))
+    scheme = store.partition("://")[0]
+    names = {name for name in os.environ if name.startswith(_STORE_VARIABLES.get(scheme, ()))}
+    if (sdk := _sdk_for(environment) if scheme == "s3" else None) is not None:
+        names |= {*KEY_VARIABLES, "AWS_REGION", *(() if sdk.endpoint is None else ("AWS_ENDPOINT_URL_S3",))}
+    names -= {*PROFILE_VARIABLES}
+    return tuple(sorted(names | {name for name in environment if name in os.environ}))
 
 
 def values_of(variables: Sequence[str]) -> dict[str, str]:
-    return {name: os.environ[name] for name in variables if name in os.environ}
+    """Return the variables' values. Instead of a profile, which is this machine's own, others get its present keys."""
+    values: dict[str, str | None] = {}
+    if KEY_VARIABLES[0] in variables and (sdk := _sdk_for(variables)) is not None:
+        keys = sdk.now()
+        values = dict(zip(KEY_VARIABLES, (keys.access_key, keys.secret_key, keys.session_token), strict=True))
+        values |= {"AWS_REGION": sdk.region, "AWS_ENDPOINT_URL_S3": sdk.endpoint}
+    values |= {name: os.environ[name] for name in variables if name in os.environ}
+    return {name: values[name] or "" for name in variables if name in values}
+
+
+def passed_keys(variables: Sequence[str]) -> str | None:
+    """Return a line about the keys that machines get instead of this machine's profile; None if there is none."""
+    sdk = _sdk_for(variables) if KEY_VARIABLES[0] in variables else None
+    if sdk is None:
+        return None
+    sdk.now()  # before that the SDK may not know when they end
+    line = f"machines open the store with the present keys of {sdk.title}"
+    if sdk.expires is None:
+        return line
+    return f"{line}; these end at {sdk.expires:%Y-%m-%d %H:%M} UTC, and machines cannot renew them"
+
+
+def _sdk_for(variables: Sequence[str]) -> SdkKeys | None:
+    """Return what gives this machine keys, unless the job passes the profile's name: then machines have it, too."""
+    if "AWS_PROFILE" in variables or not needs_sdk(os.environ):
+        return None
+    return sdk_keys(named_profile(os.environ))

@@ -23,6 +23,7 @@ import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
+from itertools import pairwise
 from types import FrameType
 
 import psutil
@@ -41,6 +42,7 @@ from packtrain.fleet.fleet import (
     node_arguments,
     passed_variables,
     silent,
+    values_of,
 )
 from packtrain.fleet.local import END_SECONDS, OwnLog, end_processes, find_processes, start_process
 from packtrain.fleet.remote import end_with_client
@@ -189,9 +191,10 @@ class EndPolicy:
 
 def supervise(command: Sequence[str], run: Run, least: int) -> int:
     """Run mpirun until it ends, forward signals to it, and return its exit code. It ends with this process."""
+    passed = [name for option, name in pairwise(command) if option == "-x"]
     process = subprocess.Popen(
         command,
-        env={**os.environ, **_KEEPALIVE},
+        env={**os.environ, **values_of(passed), **_KEEPALIVE},
         preexec_fn=end_with_client,  # noqa: PLW1509 - prctl alone
     )
 

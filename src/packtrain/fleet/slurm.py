@@ -59,6 +59,7 @@ from packtrain.fleet.fleet import (
     passed_variables,
     silent,
     states_of,
+    values_of,
 )
 from packtrain.fleet.wheels import own_wheel
 from packtrain.job import Job
@@ -274,7 +275,7 @@ class SlurmFleet(Fleet):
         for plan in plans:
             assert plan.script is not None
             run.store.put(run.key("slurm.sh"), plan.script.encode())  # before submitting: a person can submit it again
-            job = ask(plan.arguments, plan.script).strip().partition(";")[0]
+            job = ask(plan.arguments, plan.script, variables=plan.variables).strip().partition(";")[0]
             say(f"submitted Slurm job {job}; see `squeue --job {job}`")
         return []  # nothing to watch from here: the job may wait in the queue for days
 
@@ -435,11 +436,13 @@ def slurm_time(seconds: float) -> str:
     return f"{minutes // 1440}-{minutes % 1440 // 60:02d}:{minutes % 60:02d}:00"
 
 
-def ask(arguments: Sequence[str], text: str = "", seconds: float = _ASK_SECONDS) -> str:
-    """Run a program of Slurm and return its standard output."""
-    program = arguments[0]
+def ask(arguments: Sequence[str], text: str = "", seconds: float = _ASK_SECONDS, variables: Sequence[str] = ()) -> str:
+    """Run a program of Slurm and return its standard output. It passes the variables on to the job."""
+    program, environment = arguments[0], {**os.environ, **values_of(variables)}
     try:
-        done = subprocess.run(arguments, input=text, capture_output=True, check=False, text=True, timeout=seconds)
+        done = subprocess.run(
+            arguments, input=text, capture_output=True, check=False, text=True, timeout=seconds, env=environment
+        )
     except FileNotFoundError:
         raise Mistake(f"{program} is missing; start the run from a machine of the Slurm cluster") from None
     except subprocess.TimeoutExpired:

@@ -128,6 +128,10 @@ class FleetKind(Part):
         """Return why machines would not get this variable of `environment`, or None. Most get it from this client."""
         return None if variable in os.environ else f"{variable} is not set here; export it before the run"
 
+    def variables_here(self) -> Mapping[str, str]:
+        """Return variables with which this client acts as the job says, such as the account that it uses."""
+        return {}
+
     @classmethod
     def missing_here(cls) -> Mapping[str, str]:
         """Return what this machine lacks to start such a fleet, each with how to get it. Asks nobody."""

@@ -49,6 +49,8 @@ class Store(ABC):
     is_directory: bool
     endpoint: str | None = None
     """URL of the server, unless it is the default one."""
+    key_source: str | None = None
+    """What opens it here and not on other machines, such as `the AWS profile diux`."""
     identity: str | None = None
     """Id of a store in a directory, once it is known: another directory at that place is not this store."""
 

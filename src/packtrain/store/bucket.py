@@ -62,7 +62,7 @@ class BucketStore(Store):
         self, bucket: str, prefix: str, service: BucketService, outage_seconds: float, answer_seconds: float
     ) -> None:
         self.url = f"{service.scheme}://{bucket}/{prefix}".rstrip("/")
-        self.endpoint = service.endpoint
+        self.endpoint, self.key_source = service.endpoint, service.key_source
         self._prefix, self._uploads = prefix, service.uploads(bucket, answer_seconds)
         self._outage_seconds = outage_seconds
         self._bucket_seen = False

@@ -94,18 +94,20 @@ def explained(where: Path | str) -> Iterator[None]:
 
 _CODE = re.compile(r"<Code>\s*([A-Za-z]+)\s*</Code>")
 _STATUS = re.compile(r"status code: (\d{3})")
+_NO_KEYS = re.compile(r"credential provider: StoreError: (.*)")  # obstore repeats the words of aws_keys.py
+NOT_RENEWED = "cannot be renewed: AWS does not answer"
 _CLOCK = "this machine's clock is wrong according to the server; set it (`timedatectl set-ntp true`), then try again"
-_EXPIRED = "the session token is invalid or expired; renew the keys and AWS_SESSION_TOKEN"
+_EXPIRED = "the session token is invalid or expired; renew the keys and AWS_SESSION_TOKEN, or log in to the profile"
 _REGION = "the bucket is in another region; set AWS_REGION to it"
 _DENIED = "access denied; check the keys and their permissions on this bucket"
 _VARIABLES: Mapping[str, tuple[str, str]] = {  # by the scheme of the store's URL
-    "s3": ("AWS_ENDPOINT_URL", "AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY"),
+    "s3": ("AWS_ENDPOINT_URL", "AWS_PROFILE, or AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY"),
     "gs": ("GOOGLE_BASE_URL", "GOOGLE_APPLICATION_CREDENTIALS"),
     "az": ("AZURE_STORAGE_ENDPOINT", "AZURE_STORAGE_ACCOUNT_KEY"),
 }
 _BY_CODE: Mapping[str, str] = {
-    "InvalidAccessKeyId": "unknown access key; check AWS_ACCESS_KEY_ID and AWS_ENDPOINT_URL",
-    "SignatureDoesNotMatch": "wrong secret key; check AWS_SECRET_ACCESS_KEY",
+    "InvalidAccessKeyId": "unknown access key; check AWS_ACCESS_KEY_ID or AWS_PROFILE, and AWS_ENDPOINT_URL",
+    "SignatureDoesNotMatch": "wrong secret key; check AWS_SECRET_ACCESS_KEY or AWS_PROFILE",
     "AccessDenied": _DENIED,
     "ExpiredToken": _EXPIRED,
     "InvalidToken": _EXPIRED,
@@ -180,6 +182,8 @@ def explain_server(message: str, where: str) -> StoreError:
 
 
 def _explained_server(message: str, where: str) -> StoreError:
+    if (refused := _NO_KEYS.search(message)) is not None:
+        return StoreError(f"{where}: {refused[1]}", temporary=NOT_RENEWED in refused[1])
     code, status = code_of(message), status_of(message)
     # An answer of the service that hands out tokens says nothing about the bucket.
     if code == "" and any(word in message for word in _BY_WORDS[0][0]):

@@ -17,6 +17,7 @@ from urllib.parse import urlsplit
 from obstore.store import AzureStore, GCSStore, S3Store
 
 from packtrain.errors import Mistake
+from packtrain.store.aws_keys import DEFAULT_REGION, AwsKeys, SdkKeys, named_profile, needs_sdk, sdk_keys
 from packtrain.store.uploads import UploadClient
 
 if TYPE_CHECKING:
@@ -42,6 +43,11 @@ class BucketService(ABC):
     scheme: ClassVar[str]
     endpoint: str | None
 
+    @property
+    def key_source(self) -> str | None:
+        """Name what gives this process keys that other machines do not find by themselves; None if it is not known."""
+        return None
+
     @abstractmethod
     def client(self, bucket: str, prefix: str | None, options: Any, retries: Any) -> BucketClient:
         """Return obstore's client of a bucket, with its options for connections and retries."""
@@ -53,33 +59,35 @@ class BucketService(ABC):
 
 @dataclass(frozen=True)
 class S3Service(BucketService):
-    """Without keys obstore uses the machine's own role."""
+    """Without `keys` and `sdk` obstore uses the machine's own role."""
 
     scheme = "s3"
 
     region: str
     endpoint: str | None = None
-    access_key: str | None = field(default=None, repr=False)
-    secret_key: str | None = field(default=None, repr=False)
-    session_token: str | None = field(default=None, repr=False)
+    keys: AwsKeys | None = field(default=None, repr=False)
+    sdk: SdkKeys | None = field(default=None, repr=False)
 
     @classmethod
     def of(cls, environment: Mapping[str, str]) -> S3Service:
-        access_key = environment.get("AWS_ACCESS_KEY_ID") or None
-        secret_key = environment.get("AWS_SECRET_ACCESS_KEY") or None
-        if (access_key is None) != (secret_key is None):
-            missing = "AWS_SECRET_ACCESS_KEY" if access_key else "AWS_ACCESS_KEY_ID"
-            raise Mistake(f"the keys for the store are incomplete; set {missing} too")
         endpoint = _first(environment, "AWS_ENDPOINT_URL_S3", "AWS_ENDPOINT_URL")
         _check_endpoint("AWS_ENDPOINT_URL", endpoint)
-        region = _first(environment, "AWS_REGION", "AWS_DEFAULT_REGION") or "us-east-1"
-        service = cls(region, endpoint, access_key, secret_key, environment.get("AWS_SESSION_TOKEN") or None)
-        if access_key is None and not service._has_role(environment):
+        region = _first(environment, "AWS_REGION", "AWS_DEFAULT_REGION")
+        keys = AwsKeys.of(environment)
+        sdk = sdk_keys(named_profile(environment)) if needs_sdk(environment) else None
+        if sdk is not None:
+            return cls(sdk.region, endpoint or sdk.endpoint, None, sdk)
+        service = cls(region or DEFAULT_REGION, endpoint, keys)
+        if keys is None and not service._has_role(environment):
             raise Mistake(
-                "no keys for the store; set AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY "
-                "(`aws configure export-credentials --format env` prints those of the aws command)"
+                "no keys for the store; set AWS_PROFILE, or AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY "
+                "(`aws configure export-credentials --profile NAME --format env` prints those of a profile)"
             )
         return service
+
+    @property
+    def key_source(self) -> str | None:
+        return None if self.sdk is None else self.sdk.title
 
     def _has_role(self, environment: Mapping[str, str]) -> bool:
         """True if the machine seems to have a role of its own.
@@ -105,19 +113,30 @@ class S3Service(BucketService):
         }
         if self.endpoint is not None:
             config["endpoint"] = self.endpoint
-        if self.access_key is not None and self.secret_key is not None:
-            config["access_key_id"] = self.access_key
-            config["secret_access_key"] = self.secret_key
-        if self.session_token is not None:
-            config["session_token"] = self.session_token
-        return S3Store(bucket, prefix=prefix, config=config, client_options=options, retry_config=retries)
+        if self.keys is not None:
+            config["access_key_id"] = self.keys.access_key
+            config["secret_access_key"] = self.keys.secret_key
+            if self.keys.session_token is not None:
+                config["session_token"] = self.keys.session_token
+        return S3Store(
+            bucket,
+            prefix=prefix,
+            config=config,
+            client_options=options,
+            retry_config=retries,
+            credential_provider=self.sdk,
+        )
 
     def uploads(self, bucket: str, answer_seconds: float) -> UploadClient | None:
-        if self.access_key is None or self.secret_key is None:  # only obstore knows the keys
+        keys = self.keys
+        if self.sdk is not None:
+            now = self.sdk.now
+        elif keys is not None:
+            now = lambda: keys  # noqa: E731 - in one line with the other source
+        else:  # only obstore knows the keys
             return None
         server = self.endpoint or f"https://s3.{self.region}.amazonaws.com"
-        keys = self.access_key, self.secret_key, self.session_token
-        return UploadClient(f"{server.rstrip('/')}/{bucket}", self.region, *keys, answer_seconds)
+        return UploadClient(f"{server.rstrip('/')}/{bucket}", self.region, now, answer_seconds)
 
 
 @dataclass(frozen=True)

@@ -9,7 +9,7 @@ from __future__ import annotations
 import hashlib
 import hmac
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import closing
 from dataclasses import dataclass, field
 from datetime import UTC, datetime
@@ -17,6 +17,7 @@ from html import unescape
 from http.client import HTTPConnection, HTTPException, HTTPSConnection
 from urllib.parse import quote, urlsplit
 
+from packtrain.store.aws_keys import AwsKeys
 from packtrain.store.errors import StoreError, explain_server
 
 _MAX_ANSWER_BYTES = 8 << 20  # a page has at most a thousand uploads
@@ -36,9 +37,7 @@ class UploadClient:
 
     url: str
     region: str
-    access_key: str = field(repr=False)
-    secret_key: str = field(repr=False)
-    session_token: str | None = field(repr=False)
+    keys: Callable[[], AwsKeys] = field(repr=False)
     answer_seconds: float
     uploads_per_page: int = 1000
 
@@ -85,21 +84,21 @@ class UploadClient:
 
     def _signed(self, method: str, host: str, path: str, query: str) -> dict[str, str]:
         """Return the headers of a request without a body, with Amazon's signature, version 4."""
-        now = datetime.now(UTC)
+        now, keys = datetime.now(UTC), self.keys()
         time, day = now.strftime("%Y%m%dT%H%M%SZ"), now.strftime("%Y%m%d")
         headers = {"host": host, "x-amz-content-sha256": _NOTHING, "x-amz-date": time}
-        if self.session_token is not None:
-            headers["x-amz-security-token"] = self.session_token
+        if keys.session_token is not None:
+            headers["x-amz-security-token"] = keys.session_token
         names = ";".join(sorted(headers))
         canonical = [f"{name}:{headers[name]}" for name in sorted(headers)]
         asked = "\n".join([method, path, query, *canonical, "", names, _NOTHING])
         scope = f"{day}/{self.region}/s3/aws4_request"
         to_sign = "\n".join(["AWS4-HMAC-SHA256", time, scope, hashlib.sha256(asked.encode()).hexdigest()])
-        key = f"AWS4{self.secret_key}".encode()
+        key = f"AWS4{keys.secret_key}".encode()
         for part in (day, self.region, "s3", "aws4_request"):
             key = hmac.digest(key, part.encode(), "sha256")
         signature = hmac.digest(key, to_sign.encode(), "sha256").hex()
-        credential = f"AWS4-HMAC-SHA256 Credential={self.access_key}/{scope}, SignedHeaders={names}"
+        credential = f"AWS4-HMAC-SHA256 Credential={keys.access_key}/{scope}, SignedHeaders={names}"
         return {**headers, "authorization": f"{credential}, Signature={signature}"}
 
 

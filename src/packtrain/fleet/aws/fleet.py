@@ -157,6 +157,9 @@ class AwsSettings(FleetKind):
         advice = f"fleet.aws.secrets: {{{variable}: ssm:/name}}"
         return f"{variable} would have to be in the user data, where others can read it; write {advice}"
 
+    def variables_here(self) -> Mapping[str, str]:
+        return {} if self.profile is None else {"AWS_PROFILE": self.profile}
+
     def faults(self) -> Iterator[tuple[Location, str]]:
         if not self.instances:
             yield ("instances",), "must name at least one instance type, such as g5.xlarge"
@@ -232,6 +235,8 @@ class AwsFleet(CloudFleet):
         if budget_seconds(run) is None:
             limit = show_seconds(self._settings.limit.value)
             say(f"no budget: AWS ends the machines after {limit} at the latest (fleet.aws.limit)")
+        if run.store.key_source is not None:
+            say(f"machines open the store with their role, not with {run.store.key_source}")
         if self._settings.spot:
             say(_spot_price(region, self._settings.instances))
         _await_news(region, label, past, idle, say)
