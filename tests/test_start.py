@@ -17,10 +17,11 @@ from packtrain.run.inputs import staged
 from packtrain.run.records import FleetLaunch, JobSource, Result
 from packtrain.run.run import Run
 from packtrain.run.trust import is_remembered, refuse, remember
-from packtrain.start import create, dry_run, edited_since, load, prepare, prepare_run, reopen, start
+from packtrain.start import create, dry_run, edited_since, load, manifests, prepare, prepare_run, reopen, start
 from packtrain.store import Store, open_store
 from packtrain.system import this_client
 from packtrain.units import show_time
+from parts.loopback import free_port
 from parts.runs import a_lease, new_run, program_job, recipe_job, write_files
 
 
@@ -238,6 +239,36 @@ def test_a_program_that_cannot_start_is_refused_before_anything_is_created(
     with pytest.raises(Mistake) as refused:
         dry_run(load(tmp_path / "job.yaml", [f"store={tmp_path / 'store'}"]))
     assert str(refused.value).startswith(f"{tmp_path}/job.yaml:2: program: {fault.format(tmp_path)}")
+
+
+@pytest.mark.usefixtures("no_aws", "processes")
+@pytest.mark.parametrize("has_keys", [True, False])
+def test_a_dry_run_leaves_the_number_open_if_the_bucket_does_not_tell_it(
+    has_keys: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("AWS_ENDPOINT_URL", f"http://127.0.0.1:{free_port()}")
+    for name in ("AWS_ACCESS_KEY_ID", "AWS_SECRET_ACCESS_KEY") if has_keys else ():
+        monkeypatch.setenv(name, "canary")
+    fleet = "{kubernetes: {image: 'registry/image:1', store_secret: keys, machines: 2}}"
+    job = f"name: en-de\nprogram: [train.py]\nstore: s3://bucket/x/\nbudget: {{hours: 2}}\nfleet: {fleet}\n"
+    write_files(tmp_path, {"job.yaml": job.encode(), "train.py": b""})
+    loaded = load(tmp_path / "job.yaml")
+    why = "cannot connect to the server" if has_keys else "no keys for the store"
+    looked = dry_run(loaded)
+    note = looked.note or ""
+    assert note.startswith("the run is called en-de-n here, since its number is not known: ")
+    assert why in note
+    text = manifests(loaded, "job", progress=None)
+    assert text.startswith(f"# {note}\n")
+    for printed in (looked.plans[0].in_shell(), text):
+        assert "node\n        - en-de-n\n        - --store\n        - s3://bucket/x\n" in printed
+
+
+@pytest.mark.usefixtures("processes")
+def test_a_dry_run_refuses_a_bucket_that_cannot_be_one(tmp_path: Path) -> None:
+    write_files(tmp_path, {"job.yaml": b"name: mine\nprogram: [train.py]\nstore: s3://B\n", "train.py": b""})
+    with pytest.raises(Mistake, match="invalid bucket name"):
+        dry_run(load(tmp_path / "job.yaml"))
 
 
 @pytest.mark.usefixtures("processes")

@@ -41,10 +41,10 @@ from packtrain.run.inputs import GIVEN, given_keys, is_remote, keys_of, put_inpu
 from packtrain.run.liveness import fail_launch
 from packtrain.run.records import MAX_RECORD_BYTES, Event, FleetLaunch, JobSource
 from packtrain.run.removal import remove_run
-from packtrain.run.run import Run, create_run, next_run
+from packtrain.run.run import Run, create_run, next_run, unnumbered_name
 from packtrain.run.trust import Accept, is_remembered, remember, require_trust
 from packtrain.run.uses import Uses, refuse_discarded
-from packtrain.store import Store, open_store
+from packtrain.store import NoKeys, Store, StoreError, open_store, unreachable_bucket
 from packtrain.system import cache_directory, sha256_of, this_client
 from packtrain.system import say as print_line
 from packtrain.train.progress import Progress
@@ -52,6 +52,8 @@ from packtrain.train.schedule import rate_of
 from packtrain.units import Duration, show_time
 
 _NAMED = 3  # edited files that a line names
+
+_LOOK_SECONDS = 5.0  # for a dry run to find the next number
 
 
 def load(path: str | Path, overrides: Sequence[str] = (), allow_drops: bool = False) -> LoadedJob:
@@ -326,17 +328,21 @@ def prepare(loaded: LoadedJob, store: Store, progress: PackProgress) -> Prepared
 
 @dataclass(frozen=True)
 class DryRun:
-    """The code that `create` would put into the store, and the commands of `start`."""
+    """The code that `create` would put into the store, and the commands of `start`.
+
+    `note` says why the run has no number, if the store cannot be asked for it.
+    """
 
     code: CodeSnapshot
     plans: Sequence[LaunchPlan]
+    note: str | None
 
 
 def dry_run(loaded: LoadedJob) -> DryRun:
     """Return what a run would do; nothing is written, and no machine is asked."""
-    code, run = _next_run(loaded)
+    code, run, note = _next_run(loaded)
     try:
-        return DryRun(code, fleet_of(loaded.job.fleet.kind).plan(run))
+        return DryRun(code, fleet_of(loaded.job.fleet.kind).plan(run), note)
     except FieldMistake as mistake:
         raise loaded.mistake(mistake.field, mistake.fault) from None
 
@@ -351,17 +357,26 @@ def manifests(loaded: LoadedJob, form: str, progress: PackProgress | None, begin
         known = f"; it has {', '.join(fleet.formats)}" if fleet.formats else "; only kubernetes has any"
         raise Mistake(f"--format {form}: this fleet has no such manifests{known}")
     if progress is None:
-        return fleet.manifests(_next_run(loaded)[1], form)
+        _, run, note = _next_run(loaded)
+        return ("" if note is None else f"# {note}\n") + fleet.manifests(run, form)
     run = create(loaded, progress, beginning)
     _record_launch(run)
     return fleet.manifests(run, form)
 
 
-def _next_run(loaded: LoadedJob) -> tuple[CodeSnapshot, Run]:
+def _next_run(loaded: LoadedJob) -> tuple[CodeSnapshot, Run, str | None]:
+    """Return the code and the next run, and why it has no number if its bucket does not answer at once."""
     _check_can_run(loaded)
-    store = open_store(loaded.job.store)
-    code = _code(loaded)
-    return code, next_run(store, loaded.job, code.archive)
+    job, code = loaded.job, _code(loaded)
+    try:
+        store = open_store(job.store, outage_seconds=0.0, answer_seconds=_LOOK_SECONDS)
+        return code, next_run(store, job, code.archive), None
+    except (StoreError, NoKeys) as error:
+        if "://" not in job.store or job.store.startswith("file:"):
+            raise
+        name = unnumbered_name(job)
+        run = Run(unreachable_bucket(job.store), name, job.model_dump_json(indent=1).encode(), code.archive)
+        return code, run, f"the run is called {name} here, since its number is not known: {error}"
 
 
 def start(run: Run, tied: bool, say: Say = print_line, *, is_last_try: bool = True) -> list[StartedNode]:

@@ -47,6 +47,7 @@ from parts.sandbox import wait_until
 REGION = "us-east-1"
 IMAGE = "ami-785db401"  # an Ubuntu that moto knows
 UBUNTU = "ubuntu/images/hvm-ssd/ubuntu-xenial-16.04-amd64-server-*"
+REQUEST = "--cli-input-json"
 EXAMPLE = Path(__file__).parents[2] / "examples" / "fleets" / "aws.yaml"
 
 
@@ -77,7 +78,7 @@ def run_on(store: Store, given: dict[str, Any], **fields: Any) -> Run:
 def requests_of(run: Run) -> dict[str, Any]:
     """Return what each command of the plan sends, by the name of the command."""
     plans = run.job.fleet.kind.build().plan(run)
-    return {plan.arguments[2]: json.loads(plan.script) for plan in plans if plan.script and plan.arguments[0] == "aws"}
+    return {plan.arguments[2]: json.loads(plan.arguments[-1]) for plan in plans if REQUEST in plan.arguments}
 
 
 def kinds_of(region: AwsRegion, run: Run | None = None) -> list[str]:
@@ -409,7 +410,7 @@ def test_only_members_reach_a_machine_unless_ssh_is_asked_for(
 ) -> None:
     run = run_on(s3_store, {"ssh_from": network})
     plans = [plan for plan in AwsFleet(settings_of(ssh_from=network)).plan(run) if "-ingress" in plan.arguments[2]]
-    asked = [rule for plan in plans for rule in json.loads(plan.script or "")["IpPermissions"]]
+    asked = [rule for plan in plans for rule in json.loads(plan.arguments[-1])["IpPermissions"]]
     assert len(asked) == rules
     assert asked[0] == {"IpProtocol": "-1", "UserIdGroupPairs": [{"GroupId": "${SECURITY_GROUP}"}]}
     assert [rule["IpRanges"][0]["CidrIp"] for rule in asked[1:]] == ([network] if network else [])
@@ -433,18 +434,37 @@ def test_the_budget_in_dollars_is_an_end_that_aws_keeps(region: AwsRegion, s3_st
     assert (end["MaxSize"], end["DesiredCapacity"]) == (0, 0)
 
 
-def test_the_plan_is_valid_for_the_aws_command(region: AwsRegion, s3_store: Store) -> None:
-    """botocore checks the requests as the command does."""
+def test_the_printed_plan_can_be_typed_and_is_valid_for_the_aws_command(
+    region: AwsRegion, s3_store: Store, tmp_path: Path
+) -> None:
+    """A shell runs it with an `aws` that only notes what it gets; botocore checks the requests as the command does."""
     from botocore.validate import ParamValidator
 
-    run = run_on(s3_store, {**ASKED, "efa": 1, "key": "me", "ssh_from": "10.0.0.0/8"}, budget={"hours": 1})
-    for plan in run.job.fleet.kind.build().plan(run):
-        if plan.script is None or "--cli-input-json" not in plan.arguments:
+    asked = {**ASKED, "efa": 1, "key": "me", "ssh_from": "10.0.0.0/8"}
+    run = run_on(s3_store, asked, budget={"hours": 1})
+    plans = run.job.fleet.kind.build().plan(run)
+    noted = tmp_path / "noted"
+    aws = f"aws() {{ printf '%s\\0' \"$@\" >> {noted}; printf '\\1' >> {noted}; echo \"answer-to-$2\"; }}"
+    script = "\n".join([aws, *(plan.in_shell() for plan in plans)])
+    subprocess.run(["bash", "-euc", script], check=True, stdout=subprocess.DEVNULL)
+    calls = [call.split("\0")[:-1] for call in noted.read_text().split("\1")[:-1]]
+    assert [call[1] for call in calls] == [plan.arguments[2] for plan in plans if plan.arguments[0] == "aws"]
+    requests = {}
+    for service, operation, *options in calls:
+        assert options[options.index("--region") + 1] == REGION
+        if REQUEST not in options:
             continue
-        client = session_of(None).client(plan.arguments[1], region_name=REGION)
-        operation = client.meta.method_to_api_mapping[plan.arguments[2].replace("-", "_")]
-        shape = client.meta.service_model.operation_model(operation).input_shape
-        assert not ParamValidator().validate(json.loads(plan.script), shape).has_errors()
+        requests[operation] = json.loads(options[-1])
+        client = session_of(None).client(service, region_name=REGION)
+        name = client.meta.method_to_api_mapping[operation.replace("-", "_")]
+        shape = client.meta.service_model.operation_model(name).input_shape
+        assert not ParamValidator().validate(requests[operation], shape).has_errors()
+    data = requests["create-launch-template"]["LaunchTemplateData"]
+    assert f"run={run.name}" in gzip.decompress(base64.b64decode(data["UserData"])).decode()
+    assert data["NetworkInterfaces"][0]["Groups"] == ["answer-to-create-security-group"]
+    group = requests["create-auto-scaling-group"]
+    assert group["VPCZoneIdentifier"] == "answer-to-describe-subnets"
+    assert "$Default" in json.dumps(group)
 
 
 def test_the_policy_allows_the_store_the_secrets_and_the_end_and_no_more(region: AwsRegion, s3_store: Store) -> None:

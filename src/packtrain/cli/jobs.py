@@ -258,11 +258,12 @@ def _print_dry_run(loaded: LoadedJob) -> None:
     if found.code.left_out:
         screen.say("left out")
         screen.say_lines(f"  {name:<{width}}  {why}" for name, why in found.code.left_out.items())
+    if found.note is not None:
+        screen.say(("note", "dim"), f"  {found.note}")
     for plan in found.plans:
         passed = f" with the variables {', '.join(plan.variables)}" if plan.variables else ""
         screen.say(f"start on {plan.machine}{passed}")
-        screen.say(f"  {shlex.join(plan.arguments)}")
-        screen.say_lines(f"  | {line}" for line in (plan.script or "").splitlines())
+        screen.say_lines(plan.in_shell().splitlines())  # as it is, to be copied
 
 
 def _check_modes(foreground: bool, detach: bool, fleet: FleetKind | None = None) -> None:

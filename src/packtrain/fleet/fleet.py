@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import builtins
 import os
+import re
+import shlex
 import shutil
 import subprocess
 from abc import ABC, abstractmethod
@@ -38,6 +40,9 @@ Answer = TypeVar("Answer")
 Say = Callable[[str], None]
 """Prints a line for the user who starts a run."""
 
+_NAME = re.compile(r"\$\{([A-Z_]+)\}")
+_END = "END_OF_INPUT"
+
 # Settings that several fleets have.
 Word = Annotated[str, matching(r"[A-Za-z0-9_][A-Za-z0-9_.:@+-]{0,126}", "a name")]
 Python = Annotated[str, matching(r"[A-Za-z0-9_./~+-]+", "the path of a Python, as in /opt/train/bin/python")]
@@ -66,12 +71,22 @@ class LaunchPlan:
     """A command that starts nodes, as a value that can be printed and compared. Never holds a secret.
 
     `variables` are the names of the environment variables to pass along; `script` is the command's standard input.
+    What the command prints is the value of `gives`, a name that stands as `${NAME}` in arguments of later ones.
     """
 
     machine: str
     arguments: tuple[str, ...]
     variables: tuple[str, ...] = ()
     script: str | None = None
+    gives: str | None = None
+
+    def in_shell(self) -> str:
+        """Return the command as a person can type it, after those that give what it needs."""
+        words = [_NAME.sub(r"""'"${\1}"'""", shlex.quote(word)) for word in self.arguments]
+        command = " ".join(words)
+        if self.script is not None:
+            command += f" <<'{_END}'\n{self.script.rstrip()}\n{_END}\n"
+        return command if self.gives is None else f"{self.gives}=$({command})"
 
 
 @dataclass(frozen=True)

@@ -422,6 +422,11 @@ def next_run(store: Store, job: Job, code: bytes) -> Run:
         return Run(store, f"{_stem(job.name)}-1", job.model_dump_json(indent=1).encode(), code)
 
 
+def unnumbered_name(job: Job) -> str:
+    """Return the name of a job's run with a letter in place of its number."""
+    return f"{_stem(job.name)}-n"
+
+
 def _new_runs(store: Store, job: Job, code: bytes) -> Iterator[Run]:
     """Yield runs with free numbers: after the last one, then in the gaps.
 

@@ -14,11 +14,11 @@ from urllib.parse import unquote, urlsplit
 from packtrain.errors import Mistake, quoted
 from packtrain.store.base import IDENTITY, RECORD_BYTES, Entry, Store, is_key
 from packtrain.store.directory import DirectoryStore
-from packtrain.store.errors import DamagedObject, ObjectNotFound, StoreAway, StoreError
+from packtrain.store.errors import DamagedObject, NoKeys, ObjectNotFound, StoreAway, StoreError
 
 __all__ = [
-    "RECORD_BYTES", "DamagedObject", "Entry", "ObjectNotFound", "Store", "StoreAway", "StoreError", "default_store",
-    "is_key", "open_store", "store_option", "stores_nearby",
+    "RECORD_BYTES", "DamagedObject", "Entry", "NoKeys", "ObjectNotFound", "Store", "StoreAway", "StoreError",
+    "default_store", "is_key", "open_store", "store_option", "stores_nearby", "unreachable_bucket",
 ]  # fmt: skip
 
 _KEYS = {  # of buckets, by the scheme of their URLs: where the keys belong
@@ -96,6 +96,13 @@ def open_store(
         f"{location!r}: {scheme}:// is not supported; use a directory, or s3://, gs:// or az://bucket/prefix "
         "(for any server that speaks S3, set AWS_ENDPOINT_URL)"
     )
+
+
+def unreachable_bucket(location: str) -> Store:
+    """Return a store at this address that every look finds away: for what is only to be named."""
+    store = DirectoryStore(Path(location))
+    store.url, store.is_directory = location.rstrip("/"), False  # no path of a directory
+    return store
 
 
 def _open_directory(path: str, create: bool, identity: str | None) -> Store:

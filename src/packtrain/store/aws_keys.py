@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any
 
 from packtrain.errors import Mistake
 from packtrain.identity import install_command
-from packtrain.store.errors import NOT_RENEWED, StoreError
+from packtrain.store.errors import NOT_RENEWED, NoKeys, StoreError
 
 if TYPE_CHECKING:
     from obstore.store import S3Credential
@@ -131,7 +131,7 @@ def _sdk_keys(profile: str | None, _environment: frozenset[tuple[str, str]]) -> 
     except ProfileNotFound:
         raise Mistake(f"AWS_PROFILE: no profile {profile}; `aws configure list-profiles` lists them") from None
     except BotoCoreError as error:
-        raise Mistake(_no_keys(profile, error)) from None
+        raise NoKeys(_no_keys(profile, error)) from None
     return None if credentials is None else SdkKeys(profile, session, credentials)
 
 

@@ -9,7 +9,7 @@ from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 
-from packtrain.errors import EXIT_FAILED, EXIT_MISTAKE, EXIT_NOT_FOUND, NotFound, PacktrainError
+from packtrain.errors import EXIT_FAILED, EXIT_MISTAKE, EXIT_NOT_FOUND, Mistake, NotFound, PacktrainError
 from packtrain.system import is_in_cache
 
 
@@ -41,6 +41,10 @@ class StoreAway(StoreError):
         self.known = known
         if not known:
             self.exit_code = EXIT_NOT_FOUND
+
+
+class NoKeys(Mistake):
+    """Nothing on this machine has keys for a bucket."""
 
 
 class DamagedObject(StoreError):

@@ -18,6 +18,7 @@ from obstore.store import AzureStore, GCSStore, S3Store
 
 from packtrain.errors import Mistake
 from packtrain.store.aws_keys import DEFAULT_REGION, AwsKeys, SdkKeys, named_profile, needs_sdk, sdk_keys
+from packtrain.store.errors import NoKeys
 from packtrain.store.uploads import UploadClient
 
 if TYPE_CHECKING:
@@ -79,7 +80,7 @@ class S3Service(BucketService):
             return cls(sdk.region, endpoint or sdk.endpoint, None, sdk)
         service = cls(region or DEFAULT_REGION, endpoint, keys)
         if keys is None and not service._has_role(environment):
-            raise Mistake(
+            raise NoKeys(
                 "no keys for the store; set AWS_PROFILE, or AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY "
                 "(`aws configure export-credentials --profile NAME --format env` prints those of a profile)"
             )
@@ -165,7 +166,7 @@ class GoogleService(BucketService):
         )
         metadata = environment.get("GCE_METADATA_HOST") or _METADATA
         if not known and not _answers(f"http://{metadata}"):
-            raise Mistake(
+            raise NoKeys(
                 "no keys for the store; set GOOGLE_APPLICATION_CREDENTIALS to a key file, "
                 "or run `gcloud auth application-default login`"
             )
@@ -204,7 +205,7 @@ class AzureService(BucketService):
         known = key or signature or _first(environment, *others)
         managed = _first(environment, "AZURE_MSI_ENDPOINT", "AZURE_IDENTITY_ENDPOINT", "IDENTITY_ENDPOINT")
         if not known and not managed and not _answers(f"http://{_METADATA}"):
-            raise Mistake(
+            raise NoKeys(
                 "no keys for the store; set AZURE_STORAGE_ACCOUNT_KEY or AZURE_STORAGE_SAS_TOKEN, "
                 "or AZURE_USE_AZURE_CLI=true after `az login`"
             )

@@ -34,13 +34,13 @@ MAX_USER_DATA = 16384  # bytes: compressed, which cloud-init undoes, and before 
 _START_SECONDS = 300.0
 _DELETION_SECONDS = 300.0  # of a former group of the same name
 _BUSY_SECONDS = 60.0  # of a group that is changing
+_GROUP_ID = ("--query", "GroupId", "--output", "text")
 _ENCODE = ("sh", "-c", "gzip -n | base64 -w0")
-_POLICY = ("--policy-document", "file:///dev/stdin")
-_STDIN = ("--cli-input-json", "file:///dev/stdin")
+_REQUEST = "--cli-input-json"
 
 
 def launch_plans(run: Run, settings: AwsSettings, region: AwsRegion) -> list[LaunchPlan]:
-    """Return the commands of a person who would do it by hand, in order; ${NAMES} are answers of earlier ones."""
+    """Return the commands of a person who would do it by hand, in order. Requests are part of them, as JSON."""
     label, ends = label_of(run), _ends(run, settings)
     tags = {key: tag_value(value) for key, value in tags_of(run, settings.limit.value).items()}
     ec2, scaling = ("aws", "ec2"), ("aws", "autoscaling")
@@ -48,7 +48,7 @@ def launch_plans(run: Run, settings: AwsSettings, region: AwsRegion) -> list[Lau
         *_questions(settings),
         ("USER_DATA", _ENCODE, boot_script(run, settings, ends)),
         *_role(run, settings, region, tags),
-        ("SECURITY_GROUP", (*ec2, "create-security-group"), _firewall(run, tags)),
+        ("SECURITY_GROUP", (*ec2, "create-security-group", *_GROUP_ID), _firewall(run, tags)),
         *(("", (*ec2, "authorize-security-group-ingress"), rule) for rule in _ingress(settings)),
         *([("", (*ec2, "authorize-security-group-egress"), _between_members())] if settings.efa else []),
         ("", (*ec2, "create-launch-template"), _template(settings, label, tags)),
@@ -58,7 +58,8 @@ def launch_plans(run: Run, settings: AwsSettings, region: AwsRegion) -> list[Lau
         ("", (*scaling, "put-scheduled-update-group-action"), _end_of(label, ends)),
         ("", (*scaling, "set-desired-capacity"), _wanted(label, settings.machines.most)),
     ]
-    return [_plan(region.place, *step) for step in steps]
+    where = ("--region", region.place, *(("--profile", settings.profile) if settings.profile else ()))
+    return [_plan(where, *step) for step in steps]
 
 
 def _ends(run: Run, settings: AwsSettings) -> float:
@@ -102,13 +103,14 @@ def _role(
     rights = policy(run.store.url, label_of(run) if settings.create_role else ALL_RUNS, settings, region)
     if not settings.create_role:
         # Only printed: what whoever manages the role has to allow, once.
-        yield "", ("aws", "iam", "create-policy", "--policy-name", "packtrain", *_POLICY), rights
+        yield "", ("aws", "iam", "create-policy"), {"PolicyName": "packtrain", "PolicyDocument": json.dumps(rights)}
         return
     name, path = label_of(run), region.role_path
     role = {"RoleName": name, "Path": path, "AssumeRolePolicyDocument": json.dumps(ASSUMED_BY_MACHINES)}
     profile = {"InstanceProfileName": name, "Path": path}
     yield "", ("aws", "iam", "create-role"), {**role, "Tags": _listed(tags)}
-    yield "", ("aws", "iam", "put-role-policy", "--role-name", name, "--policy-name", "packtrain", *_POLICY), rights
+    inline = {"RoleName": name, "PolicyName": "packtrain", "PolicyDocument": json.dumps(rights)}
+    yield "", ("aws", "iam", "put-role-policy"), inline
     yield "", ("aws", "iam", "create-instance-profile"), {**profile, "Tags": _listed(tags)}
     yield "", ("aws", "iam", "add-role-to-instance-profile"), {"InstanceProfileName": name, "RoleName": name}
 
@@ -179,12 +181,12 @@ def _group(settings: AwsSettings, label: str, tags: Mapping[str, str]) -> dict[s
     return {**group, "MixedInstancesPolicy": {"LaunchTemplate": mixed, "InstancesDistribution": shares}}
 
 
-def _plan(region: str, gives: str, arguments: tuple[str, ...], request: Any) -> LaunchPlan:
-    machine = f"AWS {region}{f', for ${{{gives}}}' if gives else ''}"
-    if request is None or isinstance(request, str):
-        return LaunchPlan(machine, arguments, (), request)
-    own = () if "file:///dev/stdin" in arguments else _STDIN
-    return LaunchPlan(machine, (*arguments, *own), (), json.dumps(request, indent=2))
+def _plan(where: tuple[str, ...], gives: str, arguments: tuple[str, ...], request: Any) -> LaunchPlan:
+    title = f"AWS {where[1]}"
+    if isinstance(request, str):
+        return LaunchPlan(title, arguments, script=request, gives=gives)
+    asked = () if request is None else (_REQUEST, json.dumps(request, indent=2))
+    return LaunchPlan(title, (*arguments, *where, *asked), gives=gives or None)
 
 
 def _time(seconds: float) -> str:
@@ -236,12 +238,9 @@ def carry_out(region: AwsRegion, plan: LaunchPlan, names: Mapping[str, str]) -> 
             raise Mistake(f"{fault}; name fewer secrets and mounts")
         return {"USER_DATA": base64.b64encode(packed).decode()}
     _, service, operation, *options = plan.arguments
-    if plan.script is None or operation == "create-policy":
+    if _REQUEST not in options or operation == "create-policy":
         return {}  # a question, answered already; or what somebody else does for the role
-    if operation == "put-role-policy":
-        request = {"RoleName": options[1], "PolicyName": options[3], "PolicyDocument": plan.script}
-    else:
-        request = json.loads(Template(plan.script).safe_substitute(names))
+    request = json.loads(Template(options[-1]).safe_substitute(names))
     if operation == "create-security-group":
         return {"SECURITY_GROUP": _security_group(region, request)}
     if operation == "create-launch-template":
