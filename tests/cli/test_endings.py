@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import signal
 import subprocess
@@ -14,7 +15,7 @@ from typer.testing import CliRunner
 
 from packtrain.cli import app
 from packtrain.errors import EXIT_INTERRUPTED, EXIT_MISTAKE, EXIT_NOT_FOUND, PacktrainError
-from packtrain.run.records import FleetLaunch, LogLine
+from packtrain.run.records import FleetLaunch, LogLine, Result
 from packtrain.run.run import Run
 from packtrain.store import Store, open_store
 from parts.runs import new_run, program_job
@@ -173,6 +174,38 @@ def test_a_run_starts_whoever_reads_what_is_printed(words: str, is_full: bool, t
     result = run.result()
     assert result is not None
     assert (result.status, [launch.failed for launch in run.launches()]) == ("finished", [False])
+
+
+@pytest.mark.usefixtures("processes")
+@pytest.mark.parametrize("words", ["ls", "logs", "ls --json", "show --json", "--help", "--version", "run --help"])
+def test_output_that_cannot_be_written_is_an_error_of_one_line(
+    words: str, environment: dict[str, str], directory_store: Store
+) -> None:
+    a_run_with_output(directory_store)
+    command = [sys.executable, "-m", "packtrain", *words.split()]
+    environment["PACKTRAIN_STORE"] = directory_store.url
+    with Path("/dev/full").open("wb") as full:
+        done = subprocess.run(command, stdout=full, stderr=subprocess.PIPE, env=environment, timeout=120, check=False)
+        unseen = subprocess.run(command, stdout=full, stderr=full, env=environment, timeout=120, check=False)
+    assert (done.returncode, done.stderr) == (
+        EXIT_MISTAKE, b"packtrain: cannot write standard output: No space left on device\n",
+    )  # fmt: skip
+    assert unseen.returncode == EXIT_MISTAKE
+
+
+@pytest.mark.usefixtures("processes")
+def test_pipes_and_files_are_utf_8_whatever_the_locale(directory_store: Store, tmp_path: Path) -> None:
+    run = new_run(directory_store, program_job("endless"))
+    run.finish(Result("failed", "Größe 大きさ", 1, 1.0))
+    environment = {**os.environ, "PACKTRAIN_STORE": directory_store.url, "PYTHONIOENCODING": "latin-1"}
+    # As in any other locale: text in the encoding of the locale is an error.
+    python = [sys.executable, "-X", "warn_default_encoding", "-W", "error::EncodingWarning", "-m", "packtrain"]
+    for words in (["show", "--json"], ["report", "--json", "-o", str(tmp_path / "report.json")]):
+        done = subprocess.run([*python, *words], env=environment, capture_output=True, timeout=120, check=False)
+        assert "Traceback" not in done.stderr.decode()
+        text = done.stdout if words[0] == "show" else (tmp_path / "report.json").read_bytes()
+        assert "Größe 大きさ" in text.decode()
+        json.loads(text)
 
 
 @pytest.mark.parametrize(("words", "code"), [("badcommand", EXIT_MISTAKE), ("ls --store nowhere", EXIT_NOT_FOUND)])

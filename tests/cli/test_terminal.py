@@ -29,11 +29,11 @@ ESCAPED = r"\x1b]0;owned\x07 \x1b[2J\x9b2J \u202e red [link=http://evil]x[/link]
 RICH = re.compile(r"\x1b\[[0-9;]*m|\x1b\[\?25[hl]|\x1b\[[0-9]*A|\x1b\[2K|\r")
 
 
-def in_a_terminal(*arguments: str, store: Store) -> str:
+def in_a_terminal(*arguments: str, store: Store, columns: int = 1000, encoding: str = "utf-8") -> str:
     """Return everything that a command writes to its terminal."""
     inner, outer = pty.openpty()
     command = [sys.executable, "-m", "packtrain", *arguments, "--store", store.url]
-    environment = {**os.environ, "TERM": "xterm", "COLUMNS": "1000"}
+    environment = {**os.environ, "TERM": "xterm", "COLUMNS": str(columns)}
     with subprocess.Popen(command, stdin=outer, stdout=outer, stderr=outer, env=environment) as process:
         os.close(outer)
         shown = b""
@@ -42,7 +42,7 @@ def in_a_terminal(*arguments: str, store: Store) -> str:
                 shown += piece
         process.wait(timeout=60)
     os.close(inner)
-    return shown.decode()
+    return shown.decode(encoding)
 
 
 @pytest.fixture
@@ -97,3 +97,22 @@ def test_hints_can_be_pasted_whatever_the_store_is_called(tmp_path: Path) -> Non
 def test_text_of_other_languages_is_printed_as_it_is() -> None:
     for text in ("Größe\u00a0😀", "おはよう\u3000世界", "क\u200dष", "👩\u200d🔬"):
         assert harmless(text) == text
+
+
+@pytest.mark.usefixtures("processes")
+def test_a_terminal_that_is_not_utf_8_gets_escapes_for_what_it_cannot_show(
+    directory_store: Store, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("PYTHONIOENCODING", "latin-1")
+    run = new_run(directory_store, program_job("mine"))
+    run.finish(Result("failed", "Gr\u00f6\u00dfe \u5927", 1, 1.0))
+    shown = in_a_terminal("show", store=directory_store, encoding="latin-1")
+    assert "Gr\u00f6\u00dfe \\u5927" in shown
+
+
+@pytest.mark.usefixtures("processes")
+def test_an_error_breaks_between_words(directory_store: Store) -> None:
+    shown = in_a_terminal("show", "nothing", store=directory_store, columns=40)
+    assert all(len(line) <= 40 or " " not in line.strip() for line in shown.splitlines())
+    assert " ".join(shown.split()).startswith("packtrain: ")
+    assert len(shown.splitlines()) > 1

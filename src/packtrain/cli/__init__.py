@@ -8,10 +8,9 @@ from __future__ import annotations
 import sys
 from collections.abc import Sequence
 from copy import copy
-from typing import Annotated, Any
+from typing import Annotated
 
 import typer
-from typer.core import TyperGroup
 from typer.main import get_command_name
 
 from packtrain.backoff import SLOW_ANSWERS
@@ -34,33 +33,11 @@ from packtrain.cli import (
     tensorboard,
     ui,
 )
-from packtrain.cli.common import discard_rest, open_closed_streams, safe_output
-from packtrain.errors import PacktrainError
-
-
-class ReaderGone(Exception):
-    """The reader of standard output, such as `head`, has exited."""
-
-
-class Commands(TyperGroup):
-    """All commands. Typer itself would end with 1 where nobody reads the output anymore."""
-
-    def make_context(self, *arguments: Any, **options: Any) -> Any:  # prints what --help and --version ask for
-        try:
-            return super().make_context(*arguments, **options)
-        except BrokenPipeError as error:
-            raise ReaderGone from error
-
-    def invoke(self, ctx: Any) -> Any:
-        try:
-            return super().invoke(ctx)
-        except BrokenPipeError as error:
-            raise ReaderGone from error
-
+from packtrain.cli.common import OutputLost, ReaderGone, console, prepare_streams, safe_output
+from packtrain.errors import EXIT_DONE, EXIT_MISTAKE, PacktrainError
 
 app = typer.Typer(
     name="packtrain",
-    cls=Commands,
     help="Pack your data once, train it anywhere, bring the model home.",
     epilog="Start with `packtrain init`; `packtrain COMMAND --help` has the options.",
     no_args_is_help=True,
@@ -79,7 +56,10 @@ def _print_version(given: bool) -> None:
 
 
 def _complain(text: str) -> None:
-    print(f"packtrain: {text}", file=sys.stderr, flush=True)
+    if sys.stderr.isatty():  # a terminal would break the line inside words
+        console(sys.stderr).say_row("packtrain:", "", text, gap=1)
+    else:
+        print(f"packtrain: {text}", file=sys.stderr, flush=True)
 
 
 @app.callback()
@@ -119,17 +99,23 @@ def asked_for(words: Sequence[str]) -> typer.Typer:
 
 def main() -> None:
     """Run a command. An error that a person can act on is one line on standard error and an exit code."""
-    open_closed_streams()
+    prepare_streams()
+    with safe_output():
+        sys.exit(_run(sys.argv[1:]))
+
+
+def _run(words: Sequence[str]) -> int:
     try:
         try:
-            with safe_output():
-                try:
-                    asked_for(sys.argv[1:])()
-                except PacktrainError as error:
-                    _complain(str(error))
-                    sys.exit(error.exit_code)
+            asked_for(words)()
         finally:
-            sys.stdout.flush()  # what is still buffered must meet a reader that has gone here, not in Python's own exit
-    except (ReaderGone, BrokenPipeError):
-        discard_rest(sys.stdout)
-        sys.exit(0)
+            sys.stdout.flush()  # what is buffered must meet a full disk or a reader that has gone here
+    except ReaderGone:
+        return EXIT_DONE
+    except OutputLost as error:
+        _complain(str(error))
+        return EXIT_MISTAKE
+    except PacktrainError as error:
+        _complain(str(error))
+        return error.exit_code
+    return EXIT_DONE

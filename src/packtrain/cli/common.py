@@ -1,7 +1,8 @@
 """Options, stores, hints and output that commands share.
 
-Everything that a command prints passes `SafeStream` or `Screen`. Logs, events, names and fields of jobs come from
-whoever writes the store, and the answers of hosts from whoever runs there: none of them may steer the terminal.
+Everything that a command prints passes `SafeStream`, which escapes it unless a `Screen` has. Logs, events, names and
+fields of jobs come from whoever writes the store, and the answers of hosts from whoever runs there: none of them may
+steer the terminal.
 """
 
 from __future__ import annotations
@@ -150,7 +151,7 @@ def write_output(path: Path, text: str) -> None:
     from packtrain.errors import Mistake
 
     try:
-        path.write_text(text)
+        path.write_text(text, "utf-8")
     except OSError as error:
         raise Mistake(f"-o {path}: cannot write it: {error.strerror}") from None
 
@@ -231,24 +232,41 @@ def ask(question: str, answers: Sequence[str]) -> str | None:
             return (exact or fitting)[0]
 
 
-class SafeStream(io.TextIOBase):
-    """Standard output or standard error, with what could steer a terminal escaped."""
+class OutputLost(OSError):
+    """Standard output cannot be written. It has no `errno`: Typer would end with 1 for the one of a broken pipe."""
 
-    def __init__(self, stream: TextIO) -> None:
-        self.stream = stream
-        if isinstance(stream, io.TextIOWrapper):  # a terminal that is not UTF-8 shows escapes for what it cannot show
-            stream.reconfigure(errors="backslashreplace")
+
+class ReaderGone(OutputLost, BrokenPipeError):
+    """The reader of standard output, such as `head`, has exited."""
+
+
+class SafeStream(io.TextIOBase):
+    """Standard output. What could steer a terminal is escaped, unless a `Screen` has already done so."""
+
+    def __init__(self, stream: TextIO, escapes: bool = True) -> None:
+        self.stream, self.escapes = stream, escapes
 
     @property
     def encoding(self) -> str:  # type: ignore[override]
         return self.stream.encoding
 
     def write(self, text: str) -> int:
-        self.stream.write(harmless(text, keep="\n\t"))
+        try:
+            self.stream.write(harmless(text, keep="\n\t") if self.escapes else text)
+        except OSError as error:
+            self.fail(error)
         return len(text)
 
     def flush(self) -> None:
-        self.stream.flush()
+        try:
+            self.stream.flush()
+        except OSError as error:
+            self.fail(error)
+
+    def fail(self, error: OSError) -> None:
+        if isinstance(error, BrokenPipeError):
+            raise ReaderGone from error
+        raise OutputLost(f"cannot write standard output: {error.strerror}") from error
 
     def isatty(self) -> bool:
         return self.stream.isatty()
@@ -258,59 +276,19 @@ class SafeStream(io.TextIOBase):
 
 
 class SafeErrors(SafeStream):
-    """Standard error. When its reader has gone, the exit code still says how the command ended."""
+    """Standard error. When it cannot be written, the exit code still says how the command ended."""
 
-    def write(self, text: str) -> int:
-        with self._unread():
-            super().write(text)
-        return len(text)
-
-    def flush(self) -> None:
-        with self._unread():
-            super().flush()
-
-    @contextmanager
-    def _unread(self) -> Iterator[None]:
-        try:
-            yield
-        except BrokenPipeError:
-            discard_rest(self.stream)
+    def fail(self, error: OSError) -> None:
+        pass
 
 
-class UnreadStream(io.TextIOBase):
-    """Standard output that drops what cannot be written; `error` is the first reason why."""
+class UnreadStream(SafeStream):
+    """Standard output that drops what cannot be written; `error` is the reason why."""
 
-    def __init__(self, stream: TextIO) -> None:
-        self._stream = stream
-        self.error: OSError | None = None
+    error: OSError | None = None
 
-    @property
-    def encoding(self) -> str:  # type: ignore[override]
-        return self._stream.encoding
-
-    def write(self, text: str) -> int:
-        if self.error is None:
-            with self._kept():
-                self._stream.write(text)
-        return len(text)
-
-    def flush(self) -> None:
-        if self.error is None:
-            with self._kept():
-                self._stream.flush()
-
-    @contextmanager
-    def _kept(self) -> Iterator[None]:
-        try:
-            yield
-        except OSError as error:
-            self.error = error
-
-    def isatty(self) -> bool:
-        return self._stream.isatty()
-
-    def fileno(self) -> int:
-        return self._stream.fileno()
+    def fail(self, error: OSError) -> None:
+        self.error = error
 
 
 @contextmanager
@@ -323,7 +301,7 @@ def unread_output() -> Iterator[None]:
     if not isinstance(out, SafeStream):
         yield
         return
-    stream, unread = out.stream, UnreadStream(out.stream)
+    stream, unread = out.stream, UnreadStream(out.stream, escapes=False)
     out.stream = cast("TextIO", unread)
     try:
         yield
@@ -331,32 +309,40 @@ def unread_output() -> Iterator[None]:
     finally:
         out.stream = stream
     if unread.error is not None:
-        raise unread.error
+        out.fail(unread.error)
 
 
-def discard_rest(stream: TextIO) -> None:
-    """Send what is still in the buffer of a stream, and what follows, to nowhere.
+def prepare_streams() -> None:
+    """Make pipes and files UTF-8, whatever the locale, and open the streams that the caller has closed, as by `>&-`.
 
-    Python flushes its standard streams once more as it exits, and would complain that it cannot.
+    A terminal keeps its encoding, and gets escapes for what it cannot show.
     """
-    nowhere = os.open(os.devnull, os.O_WRONLY)
-    os.dup2(nowhere, stream.fileno())
-    os.close(nowhere)
-
-
-def open_closed_streams() -> None:
-    """Open the streams that the caller has closed, as by `>&-`: Python has None in their place."""
     for name, mode in (("stdin", "r"), ("stdout", "w"), ("stderr", "w")):
-        if getattr(sys, name) is None:
-            setattr(sys, name, Path(os.devnull).open(mode))  # noqa: SIM115 - until the command ends
+        stream = getattr(sys, name)
+        if stream is None:
+            setattr(sys, name, Path(os.devnull).open(mode, encoding="utf-8"))  # noqa: SIM115 - until the command ends
+        elif isinstance(stream, io.TextIOWrapper):
+            encoding = None if stream.isatty() else "utf-8"
+            stream.reconfigure(encoding=encoding, errors="surrogateescape" if mode == "r" else "backslashreplace")
 
 
 @contextmanager
 def safe_output() -> Iterator[None]:
     """Escape what is printed, to standard output and to standard error."""
+    streams = sys.stdout, sys.stderr
     out, err = cast("TextIO", SafeStream(sys.stdout)), cast("TextIO", SafeErrors(sys.stderr))
-    with redirect_stdout(out), redirect_stderr(err):
-        yield
+    try:
+        with redirect_stdout(out), redirect_stderr(err):
+            yield
+    finally:
+        for stream in streams:
+            try:
+                stream.flush()
+            except OSError:
+                # Python flushes once more as it exits, and would complain that it cannot.
+                nowhere = os.open(os.devnull, os.O_WRONLY)
+                os.dup2(nowhere, stream.fileno())
+                os.close(nowhere)
 
 
 def console(stream: TextIO | None = None) -> Screen:
@@ -364,7 +350,9 @@ def console(stream: TextIO | None = None) -> Screen:
     from packtrain.cli.screen import Screen
 
     stream = stream or sys.stdout
-    return Screen(stream.stream if isinstance(stream, SafeStream) else stream)
+    if isinstance(stream, SafeStream):
+        stream = cast("TextIO", type(stream)(stream.stream, escapes=False))
+    return Screen(stream)
 
 
 @contextmanager

@@ -199,7 +199,7 @@ def _lines(stream: TextIO) -> Iterator[str]:
     """Yield the lines of a stream. Invalid UTF-8 passes, so that the error can name the input's number."""
     from packtrain.export.predict import MAX_CHARACTERS
 
-    stream.reconfigure(encoding="utf-8", errors="surrogateescape", newline="\n")  # type: ignore[attr-defined]
+    stream.reconfigure(errors="surrogateescape", newline="\n")  # type: ignore[attr-defined]
     while line := stream.readline(MAX_CHARACTERS):
         rest = line
         while rest and not rest.endswith("\n"):  # a line that is too long is refused by its number like any other

@@ -11,6 +11,7 @@ from rich.console import Console, ConsoleOptions, RenderableType
 from rich.segment import Segment
 from rich.text import Text
 
+from packtrain.cli.common import ReaderGone
 from packtrain.errors import harmless
 
 Part = str | tuple[str, str]  # a text, or a text and its style
@@ -33,7 +34,7 @@ class Screen(Console):
 
     def on_broken_pipe(self) -> None:
         """Leave it to `main`, which ends all commands the same way; Rich would end with 1."""
-        raise BrokenPipeError
+        raise ReaderGone
 
     def say(self, *parts: Part) -> None:
         """Print one line of texts and (text, style) pairs. The terminal wraps it, so that it can be copied whole."""
@@ -43,14 +44,14 @@ class Screen(Console):
         for text in texts:
             self.say(text)
 
-    def say_row(self, label: str, style: str, *parts: Part) -> None:
+    def say_row(self, label: str, style: str, *parts: Part, gap: int = 2) -> None:
         """Print a label, and beside it texts in as many lines as they need; a path or another long word stays whole."""
-        room = max(_LEAST_TEXT, self.width - len(label) - 2)
+        room = max(_LEAST_TEXT, self.width - len(label) - gap)
         text = self._assembled(parts)
         for number, line in enumerate(text.divide(line_starts(text.plain, room))):
             line.rstrip()
             start = (label, style) if number == 0 else " " * len(label)
-            self.print(Text.assemble(start, "  ", line), soft_wrap=True)
+            self.print(Text.assemble(start, " " * gap, line), soft_wrap=True)
 
     @staticmethod
     def _assembled(parts: Iterable[Part]) -> Text:
