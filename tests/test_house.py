@@ -133,6 +133,57 @@ def test_the_rules_of_the_linter_for_security_are_on() -> None:
     assert not any(is_security(rule) for rules in source for rule in rules)
 
 
+# Files and pipes are UTF-8, whatever the locale. The linter's own rule (PLW1514) does not look at subprocesses.
+TEXT_MODE = re.compile(r"[rwax]t?\+?")
+
+
+def without_encoding(nodes: list[ast.AST]) -> Iterator[str]:
+    """Yield the calls that read or write text in the encoding of the locale."""
+    for call in nodes:
+        if not isinstance(call, ast.Call) or "encoding" in {keyword.arg for keyword in call.keywords}:
+            continue
+        name, dotted = called_name(call)
+        arguments = [*call.args, *(keyword.value for keyword in call.keywords)]
+        texts = [value.value for value in arguments if isinstance(value, ast.Constant) and isinstance(value.value, str)]
+        if name in ("open", "fdopen"):
+            is_text = any(map(TEXT_MODE.fullmatch, texts)) or (dotted == "open" and len(arguments) == 1)
+            is_fault = is_text and dotted != "tarfile.open"
+        elif name in ("read_text", "write_text"):
+            is_fault = len(call.args) <= (name == "write_text")
+        else:
+            is_fault = any(keyword.arg in ("text", "universal_newlines") for keyword in call.keywords) and (
+                dotted.startswith("subprocess.")
+            )
+        if is_fault:
+            yield f"line {call.lineno} calls {dotted} without an encoding"
+
+
+def test_text_is_read_and_written_as_utf_8(nodes: Nodes) -> None:
+    assert [f"{path} {fault}" for path in nodes for fault in without_encoding(nodes[path])] == []
+
+
+@pytest.mark.parametrize(
+    "code",
+    [
+        "open(x)", "open(x, 'w')", "path.open('a')", "path.open(mode='r')", "os.fdopen(x, 'w')", "path.read_text()",
+        "path.read_text(errors='replace')", "path.write_text(x)", "subprocess.run(x, text=True)",
+    ],
+)  # fmt: skip
+def test_the_search_for_text_without_an_encoding_finds_it(code: str) -> None:
+    assert len(list(without_encoding(list(ast.walk(ast.parse(code)))))) == 1
+
+
+@pytest.mark.parametrize(
+    "code",
+    [
+        "open(x, 'rb')", "path.open('wb')", "os.fdopen(x, 'w', encoding='utf-8')", "path.read_text('utf-8')",
+        "path.write_text(x, 'utf-8')", "subprocess.run(x, encoding='utf-8')", "tarfile.open(x, 'w')", "store.open()",
+    ],
+)  # fmt: skip
+def test_the_search_for_text_without_an_encoding_lets_the_rest_pass(code: str) -> None:
+    assert list(without_encoding(list(ast.walk(ast.parse(code))))) == []
+
+
 def test_models_may_be_put_into_evaluation_mode() -> None:
     assert list(faults(list(ast.walk(ast.parse("model.eval()"))))) == []
 

@@ -225,7 +225,7 @@ def _check_goal(inheritance: Inheritance, job: Job, directory: Path) -> None:
 def _name_pack(directory: Path, pack: str) -> None:
     """Write the name of the new run's pack into a checkpoint: the same data, packed for a job of another name."""
     path = directory / STATE_FILE
-    path.write_text(json.dumps({**json.loads(path.read_bytes()), "pack": pack}, indent=1))
+    path.write_text(json.dumps({**json.loads(path.read_bytes()), "pack": pack}, indent=1), "utf-8")
 
 
 def _manifest_of(run: Run) -> Manifest:

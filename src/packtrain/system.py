@@ -93,7 +93,7 @@ def usable_cores(cgroup: Path = Path("/sys/fs/cgroup")) -> int:
     cores = len(os.sched_getaffinity(0))
     for names in (("cpu.max",), ("cpu/cpu.cfs_quota_us", "cpu/cpu.cfs_period_us")):  # versions 2 and 1 of cgroups
         with suppress(OSError, ValueError):  # the other version; or no limit, which is the word max, or -1
-            quota, period = map(int, " ".join((cgroup / name).read_text() for name in names).split())
+            quota, period = map(int, " ".join((cgroup / name).read_text("utf-8") for name in names).split())
             if quota > 0:
                 cores = min(cores, max(1, round(quota / period)))
     return cores
@@ -118,7 +118,7 @@ def machine_id() -> str:
     boot id.
     """
     boot = Path("/proc/sys/kernel/random/boot_id")  # Linux only
-    return f"{socket.gethostname()}-{boot.read_text()[:8]}" if boot.exists() else socket.gethostname()
+    return f"{socket.gethostname()}-{boot.read_text('utf-8')[:8]}" if boot.exists() else socket.gethostname()
 
 
 def _cache_path() -> Path:

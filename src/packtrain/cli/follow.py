@@ -477,7 +477,7 @@ def _how_it_ended(node: StartedNode) -> str:
     code = node.exit_code() or 0
     if code < 0:  # a signal leaves no trace in its log
         return f"was killed ({signal.Signals(-code).name})"
-    lines = node.log.read_text(errors="replace").strip().splitlines() if node.log and node.log.exists() else []
+    lines = node.log.read_text("utf-8", "replace").strip().splitlines() if node.log and node.log.exists() else []
     return f"exited with code {code} ({lines[-1] if lines else 'no output'})"
 
 

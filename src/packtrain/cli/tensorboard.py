@@ -138,7 +138,7 @@ def _started(
         stdin=subprocess.DEVNULL,
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
-        text=True,
+        encoding="utf-8",
         errors="replace",
         env=environment,
         start_new_session=True,  # Ctrl-C must reach this process alone, which ends it

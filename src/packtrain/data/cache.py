@@ -93,7 +93,7 @@ class FileCache:
             with FileLock(self._directory / "lock"):
                 path = self._uses / uuid.uuid4().hex
                 hold = FileLock(path)
-                path.write_text("\n".join(hashes))
+                path.write_text("\n".join(hashes), "utf-8")
                 return hold
 
     def unused(self, older_seconds: float) -> list[tuple[str, int, float]]:
@@ -202,7 +202,7 @@ class FileCache:
                 with FileLock(path, wait=False):  # free, so its process has ended
                     path.unlink()
             except BlockingIOError:
-                held.update(path.read_text().split())
+                held.update(path.read_text("utf-8").split())
         return held
 
     def _last_use(self, sha256: str) -> float:

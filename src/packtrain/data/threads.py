@@ -77,7 +77,7 @@ def numa_nodes(nodes: Path = Path("/sys/devices/system/node")) -> dict[int, froz
     found = {}
     with suppress(OSError, ValueError):
         for place in nodes.glob("node[0-9]*/cpulist"):
-            found[int(place.parent.name.removeprefix("node"))] = _numbers(place.read_text())
+            found[int(place.parent.name.removeprefix("node"))] = _numbers(place.read_text("utf-8"))
     return dict(sorted(found.items()))
 
 
@@ -90,7 +90,7 @@ def _numbers(text: str) -> frozenset[int]:
 def node_of_gpu(address: str, devices: Path = Path("/sys/bus/pci/devices")) -> int | None:
     """Return the NUMA node that a GPU is attached to; None if the system does not say."""
     try:
-        node = int((devices / address / "numa_node").read_text())
+        node = int((devices / address / "numa_node").read_text("utf-8"))
     except (OSError, ValueError):
         return None
     return node if node >= 0 else None

@@ -104,7 +104,7 @@ class StartedNode:
         """True once it has joined its run, or another node is there in its place. Raises if it ended before."""
         code, text = self.exit_code(), ""  # before the log is read, so that it is complete
         with suppress(FileNotFoundError):
-            text = self.log.read_text(errors="replace")
+            text = self.log.read_text("utf-8", "replace")
         if JOINED in text or code in GOOD_ENDS:
             return True
         if code is None:

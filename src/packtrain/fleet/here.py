@@ -84,7 +84,7 @@ def _torch(has_gpus: bool) -> Found:
         return Found("torch", "not installed", f"run `{install_command('train')}`")
     try:
         installed = version("torch")
-        built = _CUDA.search(Path(spec.origin).with_name("version.py").read_text())
+        built = _CUDA.search(Path(spec.origin).with_name("version.py").read_text("utf-8"))
     except (PackageNotFoundError, OSError):
         return Found("torch", "damaged", f"run `{install_command('train')}` again")
     note = "install a build of torch with CUDA to use the GPUs" if has_gpus and built is None else ""
@@ -98,7 +98,7 @@ def _unreadable_gpus() -> Found:
 def _driver() -> str:
     """Return the version of NVIDIA's driver, from the kernel: its library may be missing."""
     try:
-        number = _DRIVER_VERSION.search(_DRIVER.read_text())
+        number = _DRIVER_VERSION.search(_DRIVER.read_text("utf-8"))
     except OSError:
         return "none from NVIDIA"
     return f"NVIDIA {number[1]}" if number else "NVIDIA"

@@ -151,7 +151,7 @@ def write_context(request: ImageRequest, directory: Path, base: str, say: Callab
     try:
         directory.mkdir(parents=True, exist_ok=True)
         wheels = download(request.target, directory, request.requirements, say)
-        (directory / "Dockerfile").write_text(dockerfile(request, base, wheels))
+        (directory / "Dockerfile").write_text(dockerfile(request, base, wheels), "utf-8")
     except OSError as error:
         raise Mistake(f"{directory}: {error.strerror or error}; free some space, or choose another place") from None
     return ImageContext(directory, base, wheels)
@@ -270,14 +270,16 @@ class ImageBuilder:
             with tempfile.TemporaryDirectory() as scratch:
                 written = Path(scratch) / "digest"
                 self._run("push", "--digestfile", str(written), destination)
-                digest = written.read_text().strip()
+                digest = written.read_text("utf-8").strip()
         return f"{_without_tag(destination)}@{digest}" if digest else destination
 
     def _quiet(self, *words: str) -> str | None:
         """Return what a command prints; None if it fails."""
         if self.program == "buildah" and words[:2] == ("image", "inspect"):
             words = ("inspect", "--type", "image", *words[2:])
-        done = subprocess.run([self.program, *words], capture_output=True, text=True, check=False)
+        done = subprocess.run(
+            [self.program, *words], capture_output=True, encoding="utf-8", errors="replace", check=False
+        )
         return done.stdout if done.returncode == 0 else None
 
     def _run(self, *words: str) -> list[str]:
@@ -285,7 +287,7 @@ class ImageBuilder:
         lines: deque[str] = deque(maxlen=_LAST_LINES)
         with subprocess.Popen(
             [self.program, *words], stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.STDOUT,
-            text=True, errors="replace",
+            encoding="utf-8", errors="replace",
         ) as process:  # fmt: skip
             assert process.stdout is not None
             for line in process.stdout:
@@ -336,7 +338,7 @@ def _fault_of(program: str) -> str | None:
         return "is not installed"
     # docker's client is often there without a server that answers.
     probe = ["version", "--format", "{{.Server.Version}}"] if program == "docker" else ["version"]
-    done = subprocess.run([program, *probe], capture_output=True, text=True, check=False)
+    done = subprocess.run([program, *probe], capture_output=True, encoding="utf-8", errors="replace", check=False)
     lines = done.stderr.strip().splitlines() or ["does not work"]
     return None if done.returncode == 0 else f"does not work ({lines[-1]})"
 

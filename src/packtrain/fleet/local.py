@@ -213,7 +213,7 @@ def new_log(run: str) -> Path:
 def text_of(log: Path) -> str:
     """Return what the log has. A node that ends well removes its own at any moment."""
     try:
-        return log.read_text(errors="replace")
+        return log.read_text("utf-8", "replace")
     except FileNotFoundError:
         return ""
 

@@ -441,7 +441,14 @@ def ask(arguments: Sequence[str], text: str = "", seconds: float = _ASK_SECONDS,
     program, environment = arguments[0], {**os.environ, **values_of(variables)}
     try:
         done = subprocess.run(
-            arguments, input=text, capture_output=True, check=False, text=True, timeout=seconds, env=environment
+            arguments,
+            input=text,
+            capture_output=True,
+            check=False,
+            encoding="utf-8",
+            errors="replace",
+            timeout=seconds,
+            env=environment,
         )
     except FileNotFoundError:
         raise Mistake(f"{program} is missing; start the run from a machine of the Slurm cluster") from None

@@ -122,8 +122,8 @@ def download(
     [tool] = (directory / TOOLS).glob("*.whl")
     made = WheelSet(directory, wheels, wheel_of_file(own), wheel_of_file(tool))
     lines = [f"{wheel.requirement} --hash=sha256:{wheel.sha256}\n" for wheel in wheels]
-    (directory / LOCK).write_text("".join([f"# {target}\n", *lines]))
-    (directory / SBOM).write_text(sbom(made))
+    (directory / LOCK).write_text("".join([f"# {target}\n", *lines]), "utf-8")
+    (directory / SBOM).write_text(sbom(made), "utf-8")
     return made
 
 
@@ -137,13 +137,13 @@ def _download_dependencies(
     command = [*_DOWNLOAD, *target.options(), "--dest", str(place), "--constraint", str(limits)]
     if target.torch == "base":
         # Exactly the list, since pip would add torch and its libraries again. What else they need is on the list, too.
-        limits.write_text("")
+        limits.write_text("", "utf-8")
         rest = [line for line in rest if not line.startswith(("nvidia-c", "nvidia-nc", "nvidia-nv", "cuda-", "triton"))]
         _pip([*command, "--no-deps", *rest])
         if more:
             _pip([*command, "--no-deps", *more])
         return
-    limits.write_text("".join(f"{line}\n" for line in [*rest, *_torch_versions(target.torch, torch)]))
+    limits.write_text("".join(f"{line}\n" for line in [*rest, *_torch_versions(target.torch, torch)]), "utf-8")
     command += [f"{own}[{target.extra}]", *more]
     # PyTorch's index has each build under an address of its own. It is asked only if this person's own index lacks that
     # build of torch; without a version that is known here, the two have to be compared.
@@ -164,7 +164,9 @@ def _torch_versions(torch: Torch, number: str | None) -> list[str]:
 
 
 def _pip(words: Sequence[str]) -> None:
-    done = subprocess.run([sys.executable, "-m", "pip", *words], capture_output=True, text=True, check=False)
+    done = subprocess.run(
+        [sys.executable, "-m", "pip", *words], capture_output=True, encoding="utf-8", errors="replace", check=False
+    )
     if done.returncode != 0:
         if "No module named pip" in done.stderr:
             raise Mistake(f"{sys.executable} has no pip to download wheels with; run `{sys.executable} -m ensurepip`")

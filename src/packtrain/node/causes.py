@@ -240,7 +240,7 @@ class OomWatch:
 
 def oom_kills(root: Path = Path("/")) -> int:
     """Return how many processes the kernel has killed because memory was full: on the machine, and in our cgroup."""
-    groups = (root / "proc/self/cgroup").read_text().splitlines() if (root / "proc/self/cgroup").exists() else []
+    groups = (root / "proc/self/cgroup").read_text("utf-8").splitlines() if (root / "proc/self/cgroup").exists() else []
     files = [root / "proc/vmstat", root / "sys/fs/cgroup/memory/memory.oom_control"]
     for line in groups:
         _, controllers, path = line.split(":", 2)
@@ -254,6 +254,6 @@ def oom_kills(root: Path = Path("/")) -> int:
 
 def _count(path: Path) -> int:
     try:
-        return sum(map(int, re.findall(r"^oom_kill +(\d+)$", path.read_text(), re.MULTILINE)))
+        return sum(map(int, re.findall(r"^oom_kill +(\d+)$", path.read_text("utf-8"), re.MULTILINE)))
     except OSError:
         return 0

@@ -110,7 +110,7 @@ class NodeDirectory:
         try:
             part.mkdir(mode=0o700, parents=True)  # workers meet in a file in it, and programs write checkpoints
             lock = _lock(part)
-            (part / "owner.json").write_text(json.dumps(asdict(owner)))
+            (part / "owner.json").write_text(json.dumps(asdict(owner)), "utf-8")
             part.rename(path)  # only when it is complete and locked: a sweep skips it until then
         except OSError as error:
             shutil.rmtree(part, ignore_errors=True)
@@ -128,7 +128,7 @@ def _lock(path: Path) -> FileLock:
 
 def owner_of(path: Path) -> Owner | None:
     try:
-        return Owner(**json.loads((path / "owner.json").read_text()))
+        return Owner(**json.loads((path / "owner.json").read_text("utf-8")))
     except (OSError, ValueError, TypeError):
         return None
 

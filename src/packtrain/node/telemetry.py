@@ -53,7 +53,7 @@ def _versions() -> dict[str, str]:
 
 def _text(path: Path) -> str:
     with suppress(OSError):
-        return path.read_text(errors="replace")
+        return path.read_text("utf-8", "replace")
     return ""
 
 
@@ -137,7 +137,7 @@ def _traffic() -> tuple[int, int, int, int]:
 def _peak_bytes(process: int) -> int:
     """Return the most memory that a process has had: workers grow and shrink between two samples. 0 if unknown."""
     try:
-        status = Path(f"/proc/{process}/status").read_text()  # Linux only
+        status = Path(f"/proc/{process}/status").read_text("utf-8")  # Linux only
     except OSError:
         return 0
     found = _PEAK.search(status)

@@ -270,7 +270,7 @@ def _partial_path(target: Path) -> Path:
     After a power cut it is unknown which bytes reached the disk, so an earlier boot's file is not resumed.
     """
     try:
-        boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
+        boot = Path("/proc/sys/kernel/random/boot_id").read_text("utf-8").strip()
     except OSError:
         boot = str(os.getpid())
     return target.with_name(f"{TEMPORARY}{boot}-{target.name}")

@@ -227,5 +227,5 @@ def _core(info: str) -> Device:
 
 def _text(path: Path) -> str:
     with suppress(OSError):
-        return path.read_text(errors="replace")
+        return path.read_text("utf-8", "replace")
     return ""

@@ -266,7 +266,7 @@ def _why_no_file(path: Path) -> str:
 def _ignored(directory: Path) -> list[str]:
     """Return the patterns of the directory's own list: names or paths with wildcards, one per line."""
     try:
-        lines = (directory / IGNORE).read_text().splitlines()
+        lines = (directory / IGNORE).read_text("utf-8").splitlines()
     except FileNotFoundError:
         return []
     except (OSError, ValueError) as error:
@@ -302,7 +302,7 @@ def _git_rules(path: Path) -> GitIgnoreSpec:
     from pathspec import GitIgnoreSpec
 
     try:
-        return GitIgnoreSpec.from_lines(path.read_text(errors="surrogateescape").splitlines())
+        return GitIgnoreSpec.from_lines(path.read_text("utf-8", "surrogateescape").splitlines())
     except (OSError, ValueError) as error:
         raise Mistake(f"{path}: cannot read it: {error}") from error
 

@@ -97,7 +97,7 @@ def remember(run: Run) -> None:
     with suppress(OSError):
         path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
         handle, part = tempfile.mkstemp(dir=path.parent)  # 0600; renamed when it is complete
-        with os.fdopen(handle, "w") as file:
+        with os.fdopen(handle, "w", encoding="utf-8") as file:
             json.dump(record, file, indent=1)
         Path(part).rename(path)
 

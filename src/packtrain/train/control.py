@@ -98,12 +98,12 @@ class Control:
     def report_error(self, error: WorkerError) -> None:
         path = self.directory / f"error-{error.rank}.json"
         # Renamed when it is complete: the node may read at any moment.
-        path.with_suffix(".part").write_text(json.dumps(asdict(error)))
+        path.with_suffix(".part").write_text(json.dumps(asdict(error)), "utf-8")
         path.with_suffix(".part").rename(path)
 
     def errors(self) -> list[WorkerError]:
         """Return the workers' errors, root causes first: the first worker to fail makes the others fail."""
-        errors = [WorkerError(**json.loads(path.read_text())) for path in self.directory.glob("error-*.json")]
+        errors = [WorkerError(**json.loads(path.read_text("utf-8"))) for path in self.directory.glob("error-*.json")]
         return sorted(errors, key=lambda error: (not error.fatal, error.time))
 
 

@@ -147,7 +147,7 @@ class Snapshot:
         files: dict[str, Path] = {}
         if self.part is None or self.part.rank == 0:
             files[STATE_FILE] = directory / STATE_FILE
-            files[STATE_FILE].write_text(json.dumps(asdict(self.description), indent=1))
+            files[STATE_FILE].write_text(json.dumps(asdict(self.description), indent=1), "utf-8")
         # Waits for the copy, in the committer's thread: the training loop does not.
         for name, tensors in self.copies.wait().items():
             files[name] = directory / name

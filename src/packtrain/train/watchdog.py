@@ -134,7 +134,7 @@ class Watchdog:
         self._thread.join()
 
     def _watch(self) -> None:
-        with self._path.open("w") as file:
+        with self._path.open("w", encoding="utf-8") as file:
             try:
                 while True:
                     phase = self._phase

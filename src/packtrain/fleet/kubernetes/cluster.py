@@ -238,7 +238,7 @@ def _configure(configuration: Any, context: str | None) -> str:
         if not any(Path(file).exists() for file in files.split(os.pathsep) if file):
             if context is None and os.environ.get("KUBERNETES_SERVICE_HOST"):
                 load_incluster_config(client_configuration=configuration)
-                return _NAMESPACE_FILE.read_text().strip() if _NAMESPACE_FILE.exists() else "default"
+                return _NAMESPACE_FILE.read_text("utf-8").strip() if _NAMESPACE_FILE.exists() else "default"
             raise Mistake(f"there is no kubeconfig at {files}; log in to a cluster, or set KUBECONFIG")
         kube_config.load_kube_config(files, context, client_configuration=configuration)
         contexts, active = kube_config.list_kube_config_contexts(files)
