@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import re
 import subprocess
 import sys
 from dataclasses import replace
@@ -18,7 +19,7 @@ from typer.models import CommandInfo
 from typer.testing import CliRunner
 
 import packtrain as pt
-from packtrain.cli import app, asked_for
+from packtrain.cli import FIRST, PANELS, app, asked_for
 from packtrain.cli.common import hints
 from packtrain.errors import NotFound
 from packtrain.run import liveness
@@ -85,10 +86,30 @@ def test_a_misspelled_word_is_answered_with_the_right_one(typed: list[str], sugg
     assert suggestion in done.output.splitlines()[-1]
 
 
-def test_packtrain_alone_lists_the_commands_and_where_to_start() -> None:
+def test_packtrain_alone_shows_what_a_newcomer_needs() -> None:
     done = CliRunner().invoke(app, [])
-    assert "\n  run  " in done.output
-    assert "Start with `packtrain init`" in done.output.splitlines()[-1]
+    assert done.exit_code == 0
+    assert re.findall(r"^  (\w+) ", done.stdout, re.MULTILINE) == list(FIRST)
+    assert done.stdout.endswith("`packtrain --help` lists all commands.\n")
+
+
+def test_help_has_every_command_in_one_panel() -> None:
+    commands = get_command(app).commands  # type: ignore[attr-defined]
+    internal = {name for name, command in commands.items() if command.hidden}
+    assert internal == {"node", "mirror"}
+    assert sorted(name for names in PANELS.values() for name in names) == sorted(commands.keys() - internal)
+    text = CliRunner().invoke(app, ["--help"], env={"COLUMNS": "80"}).stdout
+    for title, names in PANELS.items():
+        panel = text.partition(f"\n{title}:\n")[2].partition("\n\n")[0]
+        assert re.findall(r"^  (\w+) ", panel, re.MULTILINE) == list(names)
+
+
+def test_help_fits_80_columns_and_breaks_and_cuts_no_word() -> None:
+    for words in ([], *([name] for name in get_command(app).commands), ["volume", "snapshot"]):  # type: ignore[attr-defined]
+        for line in CliRunner().invoke(app, [*words, "--help"]).stdout.splitlines():
+            assert len(line) <= 80 or line.startswith("Usage:")
+            assert not line.endswith("-"), line
+            assert not re.match(r"  \w+  .*\.\.\.$", line), f"a command's help is cut: {line}"
 
 
 def test_the_package_lists_its_interface_and_nothing_else() -> None:
@@ -404,9 +425,3 @@ def test_a_command_that_takes_the_context_sees_all_commands(monkeypatch: pytest.
 
     monkeypatch.setattr(app, "registered_commands", [*app.registered_commands, CommandInfo(callback=complete)])
     assert asked_for(["complete"]) is app
-
-
-def test_help_names_every_verb(packtrain: Packtrain) -> None:
-    text = packtrain("--help").stdout
-    for verb in ("init", "pack", "run", "resume", "ls", "show", "logs", "stop", "report", "predict", "node"):
-        assert f"\n  {verb}" in text

@@ -8,9 +8,10 @@ from __future__ import annotations
 import sys
 from collections.abc import Sequence
 from copy import copy
-from typing import Annotated
+from typing import Annotated, Any, cast
 
 import typer
+from typer.core import TyperGroup
 from typer.main import get_command_name
 
 from packtrain.backoff import SLOW_ANSWERS
@@ -36,11 +37,40 @@ from packtrain.cli import (
 from packtrain.cli.common import OutputLost, ReaderGone, console, prepare_streams, safe_output
 from packtrain.errors import EXIT_DONE, EXIT_MISTAKE, PacktrainError
 
+FIRST = ("init", "run", "show", "ui", "report", "predict")  # what a newcomer needs
+PANELS = {
+    "Start": ("init", "plan", "pack", "run", "sweep", "resume", "stop"),
+    "Watch": ("ls", "show", "follow", "logs", "ui", "tensorboard"),
+    "Compare": ("report", "compare", "evaluate", "tag"),
+    "Use the model": ("predict", "export", "serve", "unit", "get"),
+    "Machines": ("doctor", "attach", "down", "volume"),
+    "Store": ("du", "gc", "cp", "mv", "rm"),
+    "Set up": ("image", "bundle", "schema", "completion"),
+}
+
+
+class Commands(TyperGroup):
+    """All commands. Their panels are plain text: those of Typer import Rich, which takes longer than the help does."""
+
+    def format_commands(self, ctx: Any, formatter: Any) -> None:  # noqa: ARG002 - as Click calls it
+        for title, names in PANELS.items():
+            self.write_panel(formatter, title, [name for name in names if name in self.commands])
+
+    def write_panel(self, formatter: Any, title: str, names: Sequence[str]) -> None:
+        width = max(map(len, self.commands))
+        room = formatter.width - width - 4
+        with formatter.section(title):
+            formatter.write_dl(
+                [(name.ljust(width), self.commands[name].get_short_help_str(room)) for name in names],
+            )
+
+
 app = typer.Typer(
     name="packtrain",
+    cls=Commands,
     help="Pack your data once, train it anywhere, bring the model home.",
-    epilog="Start with `packtrain init`; `packtrain COMMAND --help` has the options.",
-    no_args_is_help=True,
+    epilog="`packtrain COMMAND --help` shows the options of a command.",
+    invoke_without_command=True,
     add_completion=False,
     pretty_exceptions_enable=False,
     rich_markup_mode=None,
@@ -70,8 +100,21 @@ def options(
     ] = False,
 ) -> None:
     """Pack your data once, train it anywhere, bring the model home."""
+    if context.invoked_subcommand is None:
+        _print_first_page(context)
     if context.invoked_subcommand != "node":  # a node reports to the store, and there may be hundreds of them
         SLOW_ANSWERS.tell = _complain
+
+
+def _print_first_page(context: typer.Context) -> None:
+    formatter = context.make_formatter()
+    formatter.write_text(app.info.help or "")
+    formatter.write_paragraph()
+    formatter.write_usage("packtrain", "COMMAND [ARGS]...")
+    cast("Commands", context.command).write_panel(formatter, "First steps", FIRST)
+    formatter.write_paragraph()
+    formatter.write_text("`packtrain --help` lists all commands.")
+    print(formatter.getvalue(), end="")
 
 
 for group in (

@@ -41,10 +41,14 @@ StoreOption = Annotated[
 ]
 RunArgument = Annotated[
     str | None,
-    typer.Argument(metavar="RUN", help="Name of a run, or of a job for its newest run. Default: the newest run."),
+    typer.Argument(metavar="RUN", help="Run name, or a job name for its newest run. Default: the newest run."),
 ]
-HostOption = Annotated[str, typer.Option("--host", help="Address to listen on; the default is for this machine alone.")]
-PortOption = Annotated[int, typer.Option("--port", min=0, max=65535, help="Port to listen on; 0 for any that is free.")]
+HostOption = Annotated[
+    str, typer.Option("--host", metavar="ADDRESS", help="Address to listen on; the default accepts this machine only.")
+]
+PortOption = Annotated[
+    int, typer.Option("--port", metavar="PORT", min=0, max=65535, help="Port to listen on; 0 picks a free one.")
+]
 JobArgument = Annotated[str, typer.Argument(metavar="JOB", help="Job file.")]
 SetOption = Annotated[
     list[str] | None,
@@ -61,11 +65,11 @@ CheckpointOption = Annotated[
     typer.Option(
         "--checkpoint",
         metavar="best|last|STEP",
-        help="Which checkpoint of a run: by score, age or step. Default: last.",
+        help="Checkpoint of a run, by score, age or step. Default: last.",
     ),
 ]
-YesOption = Annotated[bool, typer.Option("--yes", help="Do not ask.")]
-QuietOption = Annotated[bool, typer.Option("-q", "--quiet", help="Do not show what the program prints.")]
+YesOption = Annotated[bool, typer.Option("--yes", help="Do not ask for confirmation.")]
+QuietOption = Annotated[bool, typer.Option("-q", "--quiet", help="Hide the program's output.")]
 JsonOption = Annotated[bool, typer.Option("--json", help="Print JSON.")]
 
 STATE_STYLES = {

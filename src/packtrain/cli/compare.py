@@ -35,15 +35,14 @@ def register(app: typer.Typer) -> None:
 
 
 def compare(
-    names: Annotated[
-        list[str], typer.Argument(metavar="RUN RUN...", help="Names of runs, or of jobs for their newest runs.")
-    ],
+    names: Annotated[list[str], typer.Argument(metavar="RUN", help="Names of runs, or of jobs for their newest runs.")],
     store: StoreOption = None,
     output: Annotated[
         Path | None, typer.Option("-o", "--output", metavar="FILE", help="Write the comparison as an HTML page.")
     ] = None,
     resample: Annotated[
-        bool, typer.Option("--resample", help="Score the models on the same samples and test them; needs torch.")
+        bool,
+        typer.Option("--resample", help="Score the models on the same samples and test the differences; needs torch."),
     ] = False,
     trust_code: TrustOption = False,
     as_json: JsonOption = False,

@@ -38,12 +38,12 @@ def register(app: typer.Typer) -> None:
 
 def completion(
     context: typer.Context,
-    shell: Annotated[str, typer.Argument(metavar="bash|zsh|fish", help="The shell to write it for.")],
+    shell: Annotated[str, typer.Argument(metavar="bash|zsh|fish", help="Shell to complete in.")],
     words: Annotated[
-        list[str] | None, typer.Argument(hidden=True, help="Words so far; the script passes them.")
+        list[str] | None, typer.Argument(hidden=True, metavar="WORD", help="Words so far; the script passes them.")
     ] = None,
 ) -> None:
-    """Print a script that completes commands and runs in a shell."""
+    """Print a shell script that completes commands, runs and fields."""
     from packtrain.errors import Mistake, nearest
 
     if shell not in SHELLS:

@@ -32,7 +32,7 @@ def cp(
     ],
     store: StoreOption = None,
 ) -> None:
-    """Copy a run with its pack, or a pack, to another store. A copy that was interrupted continues."""
+    """Copy a run with its pack, or a pack, to another store. An interrupted copy continues."""
     from packtrain.copies import copy_pack, copy_run
     from packtrain.run.run import Run
     from packtrain.store import open_store
@@ -62,7 +62,7 @@ def get(
     name: Annotated[str, typer.Argument(metavar="RUN", help="Name of a run, or of a job for its newest run.")],
     paths: Annotated[
         list[str] | None,
-        typer.Argument(metavar="[PATH]...", help="Files or folders, such as out/. Default: list what there is."),
+        typer.Argument(metavar="PATH", help="Files or folders, such as out/. Default: list them."),
     ] = None,
     directory: Annotated[
         Path | None,
@@ -70,7 +70,7 @@ def get(
     ] = None,
     store: StoreOption = None,
 ) -> None:
-    """Bring home the outputs or the checkpoint of a run."""
+    """Download the outputs or the checkpoint of a run."""
     from packtrain.errors import Mistake
     from packtrain.run.outputs import chosen, fetch_file, kept_files
     from packtrain.units import counted, show_bytes

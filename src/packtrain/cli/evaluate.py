@@ -59,9 +59,12 @@ def evaluate(
     store: StoreOption = None,
     checkpoint: CheckpointOption = None,
     samples: Annotated[
-        int | None, typer.Option("--samples", min=1, help="Evaluate this many samples, evenly spaced. Default: all.")
+        int | None,
+        typer.Option("--samples", metavar="N", min=1, help="Evaluate this many samples, evenly spaced. Default: all."),
     ] = None,
-    beam: Annotated[int | None, typer.Option("--beam", min=1, max=100, help="Beam size. Default: the job's.")] = None,
+    beam: Annotated[
+        int | None, typer.Option("--beam", metavar="N", min=1, max=100, help="Beam size. Default: the job's.")
+    ] = None,
     allow_drops: Annotated[
         bool, typer.Option("--allow-drops", help="Drop unusable samples of --data instead of stopping.")
     ] = False,

@@ -31,10 +31,11 @@ def export(
     store: StoreOption = None,
     checkpoint: Annotated[
         str,
-        typer.Option("--checkpoint", metavar="best|last|STEP", help="Which checkpoint: by score, age or step."),
+        typer.Option("--checkpoint", metavar="best|last|STEP", help="Checkpoint, by score, age or step."),
     ] = "best",
     average: Annotated[
-        int, typer.Option("--average", min=1, max=100, help="Average the weights of that many checkpoints.")
+        int,
+        typer.Option("--average", metavar="N", min=1, max=100, help="Average the weights of that many checkpoints."),
     ] = 1,
     form: Annotated[
         str | None,
@@ -44,11 +45,15 @@ def export(
     tolerance: Annotated[
         float | None,
         typer.Option(
-            "--tolerance", min=0.0, help="How much worse than in torch the model may score. Default: the recipe's."
+            "--tolerance",
+            metavar="NUMBER",
+            min=0.0,
+            help="How much worse than in torch the model may score. Default: the recipe's.",
         ),
     ] = None,
     samples: Annotated[
-        int, typer.Option("--samples", min=1, help="Compare the two on at most this many validation samples.")
+        int,
+        typer.Option("--samples", metavar="N", min=1, help="Compare the two on at most this many validation samples."),
     ] = 1000,
     license_name: Annotated[
         str | None, typer.Option("--license", metavar="NAME", help="For the model card, such as apache-2.0.")

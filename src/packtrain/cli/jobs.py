@@ -137,7 +137,7 @@ def run(
         ),
     ] = None,
     fresh: Annotated[
-        bool, typer.Option("--fresh", help="With --from: the weights alone, also if the job is the same.")
+        bool, typer.Option("--fresh", help="With --from: use only the weights, even if the job is the same.")
     ] = False,
     dry_run: Annotated[
         bool, typer.Option("--dry-run", help="List the code that the run would store and the commands to start it.")

@@ -38,24 +38,28 @@ if TYPE_CHECKING:
     from packtrain.run.run import Run
 
 StoreIdOption = Annotated[
-    str | None, typer.Option("--store-id", help="Id of the store in a directory; any other one is refused.")
+    str | None, typer.Option("--store-id", metavar="ID", help="Required ID of a store in a directory.")
 ]
 AddressOption = Annotated[
-    str | None, typer.Option(help="Address that other machines reach this one at. Default: a private one.")
+    str | None,
+    typer.Option(metavar="ADDRESS", help="Address at which other machines reach this one. Default: a private one."),
 ]
-InterfaceOption = Annotated[str | None, typer.Option(help="Network interface with that address, such as eth0.")]
+InterfaceOption = Annotated[
+    str | None, typer.Option(metavar="NAME", help="Network interface with that address, such as eth0.")
+]
 WorkersOption = Annotated[
     int | None,
-    typer.Option(min=1, max=MAX_WORKERS, help="Number of workers. Default: from the job, or one per GPU."),
+    typer.Option(metavar="N", min=1, max=MAX_WORKERS, help="Number of workers. Default: from the job, or one per GPU."),
 ]
 PowerOffOption = Annotated[
-    bool, typer.Option("--power-off", help="Shut this machine down when its part is over. Default: from the job.")
+    bool, typer.Option("--power-off", help="Shut this machine down when it is done. Default: from the job.")
 ]
 CodeOption = Annotated[
     str | None, typer.Option("--code", metavar="DIGEST", help="Digest of the code to run; fleets pass it.")
 ]
 IdentityOption = Annotated[
-    str | None, typer.Option("--identity", help="Packtrain that this has to be; fleets with an image pass it.")
+    str | None,
+    typer.Option("--identity", metavar="ID", help="Required Packtrain identity; fleets with an image pass it."),
 ]
 
 _MOUNT_SECONDS = 60.0
@@ -68,8 +72,8 @@ def register(app: typer.Typer) -> None:
     app.command()(doctor)
     app.command()(attach)
     app.command()(down)
-    app.command()(node)
-    volume = typer.Typer(no_args_is_help=True, help="Keep the data of a run on volumes that outlive it.")
+    app.command(hidden=True)(node)
+    volume = typer.Typer(no_args_is_help=True, help="Keep a run's data on volumes that outlive it.")
     volume.command("snapshot")(snapshot)
     app.add_typer(volume, name="volume")
 
@@ -84,7 +88,7 @@ def doctor(
     store: StoreOption = None,
     as_json: JsonOption = False,
 ) -> None:
-    """Check this machine, or those of a fleet. Says how to fix what fails."""
+    """Check this machine or the machines of a fleet, and suggest fixes."""
     from packtrain.errors import EXIT_DONE, EXIT_MISTAKE, EXIT_UNFINISHED
     from packtrain.fleet.doctor import examine
     from packtrain.fleet.here import describe
@@ -202,11 +206,16 @@ def _place(run: Run, name: str | None, is_here: bool) -> str:
 
 def snapshot(
     name: RunArgument = None,
-    machine: Annotated[str | None, typer.Argument(metavar="MACHINE", help="Default: any with a volume.")] = None,
+    machine: Annotated[
+        str | None, typer.Argument(metavar="MACHINE", help="Machine to snapshot. Default: any with a volume.")
+    ] = None,
     store: StoreOption = None,
     as_json: JsonOption = False,
 ) -> None:
-    """Keep the data disk of a machine of a run, with the pack on it, for the volumes of later runs."""
+    """Snapshot the data disk of a machine for later runs.
+
+    The pack is on it, so the volumes of those runs start with their data.
+    """
     from packtrain.fleet import fleet_of
 
     run = find_run(store, name)
@@ -223,22 +232,22 @@ def down(
     name: RunArgument = None,
     store: StoreOption = None,
     every_run: Annotated[
-        bool, typer.Option("--all", help="Delete what any run has at the providers, found by its tags.")
+        bool, typer.Option("--all", help="Delete the tagged resources of all runs at the providers.")
     ] = False,
     fleets: Annotated[
         list[str] | None,
         typer.Option(
             "--fleet",
             metavar="FLEET[:PLACE,PLACE]",
-            help="With --all: ask only this one, such as aws:us-east-1,eu-west-1; repeatable.",
+            help="With --all: only this fleet, such as ibm or aws:us-east-1; repeatable.",
         ),
     ] = None,
-    expired: Annotated[bool, typer.Option("--expired", help="With --all: only runs whose budget has ended.")] = False,
-    dry_run: Annotated[bool, typer.Option("--dry-run", help="With --all: list, and delete nothing.")] = False,
+    expired: Annotated[bool, typer.Option("--expired", help="With --all: only runs whose budget is used up.")] = False,
+    dry_run: Annotated[bool, typer.Option("--dry-run", help="With --all: only list the resources.")] = False,
     yes: YesOption = False,
     as_json: JsonOption = False,
 ) -> None:
-    """End the machines of a run now, and wait until they are gone. `packtrain resume` continues it."""
+    """Terminate a run's machines now, and wait until they are gone. `packtrain resume` continues it."""
     from packtrain.errors import Mistake, NotFound
     from packtrain.store import StoreError
 
@@ -343,7 +352,7 @@ def node(
     identity: IdentityOption = None,
     trust_code: TrustOption = False,
 ) -> None:
-    """Take part in a run on this machine until it ends. Fleets run this command; you can, too."""
+    """Take part in a run on this machine until it ends. Fleets run this command; you can also run it yourself."""
     from packtrain.errors import EXIT_DONE, AlreadyJoined, Mistake, NotFound
     from packtrain.fleet.local import OwnLog
     from packtrain.node.directory import NodeSlot

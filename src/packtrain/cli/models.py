@@ -45,7 +45,7 @@ def predict(
     inputs: Annotated[
         list[str] | None,
         typer.Argument(
-            metavar="INPUT", help="Texts, or paths of images or folders of them. Default: lines of standard input."
+            metavar="INPUT", help="Texts, or paths of images or image folders. Default: lines of standard input."
         ),
     ] = None,
     store: StoreOption = None,
@@ -54,18 +54,23 @@ def predict(
         Path | None, typer.Option("--file", metavar="FILE", help="Read the inputs from a file, one per line.")
     ] = None,
     beam: Annotated[
-        int | None, typer.Option("--beam", min=1, max=100, help="Beam size. Default: the recipe's.")
+        int | None, typer.Option("--beam", metavar="N", min=1, max=100, help="Beam size. Default: the recipe's.")
     ] = None,
     n_best: Annotated[
         int | None,
         typer.Option(
-            "--n-best", min=1, max=100, help="Print the N best outputs with their scores. Default: the best alone."
+            "--n-best",
+            metavar="N",
+            min=1,
+            max=100,
+            help="Print the N best outputs with their scores. Default: only the best.",
         ),
     ] = None,
     nucleus: Annotated[
         float | None,
         typer.Option(
             "--nucleus",
+            metavar="NUMBER",
             min=0.0,
             max=1.0,
             help="Sample from the most likely tokens that add up to this probability. Default: the recipe's.",
@@ -75,6 +80,7 @@ def predict(
         float | None,
         typer.Option(
             "--temperature",
+            metavar="NUMBER",
             min=0.01,
             max=100.0,
             help="Sampling temperature; higher is more random. Default: the recipe's.",
@@ -84,13 +90,14 @@ def predict(
         float | None,
         typer.Option(
             "--repetition",
+            metavar="NUMBER",
             min=1.0,
             max=100.0,
             help="Repetition penalty; values above 1 discourage repeats. Default: the recipe's.",
         ),
     ] = None,
     seed: Annotated[
-        int | None, typer.Option("--seed", min=0, max=2**62, help="Random seed for sampling. Default: 1.")
+        int | None, typer.Option("--seed", metavar="N", min=0, max=2**62, help="Random seed for sampling. Default: 1.")
     ] = None,
     attention_maps: Annotated[
         Path | None,
@@ -100,7 +107,7 @@ def predict(
     trust_code: TrustOption = False,
     as_json: JsonOption = False,
 ) -> None:
-    """Use a trained model: that of a run, or an exported one.
+    """Predict with the model of a run, or with an exported one.
 
     It translates text, replies to a prompt, or classifies or captions images.
     """

@@ -25,21 +25,24 @@ VariantOption = Annotated[
     str,
     typer.Option(
         metavar="cpu|cuda|jetson|serve",
-        help="Which build of torch; jetson uses that of its base image, serve has none and serves a model.",
+        help="Build of torch; jetson uses the base image's, serve has none and serves exported models.",
     ),
 ]
-TorchOption = Annotated[str, typer.Option(metavar="cpu|cuda", help="Which build of torch.")]
-PlatformOption = Annotated[str | None, typer.Option(metavar="linux/amd64|linux/arm64", help="Default: this machine's.")]
-BaseOption = Annotated[str | None, typer.Option(metavar="IMAGE", help="Base image, e.g. python:3.12-slim@sha256:...")]
-RequirementsOption = Annotated[
-    Path | None, typer.Option(metavar="FILE", help="More packages, as pip's requirements; for your own programs.")
+TorchOption = Annotated[str, typer.Option(metavar="cpu|cuda", help="Build of torch.")]
+PlatformOption = Annotated[
+    str | None, typer.Option(metavar="linux/amd64|linux/arm64", help="Target platform. Default: this machine's.")
 ]
-PythonOption = Annotated[str | None, typer.Option(metavar="3.X", help="Python version there. Default: this one.")]
+BaseOption = Annotated[str | None, typer.Option(metavar="IMAGE", help="Base image, e.g. python:3.12-slim@sha256:...")]
+RequirementsOption = Annotated[Path | None, typer.Option(metavar="FILE", help="pip requirements of your own programs.")]
+PythonOption = Annotated[str | None, typer.Option(metavar="3.X", help="Target version of Python. Default: this one.")]
 BuilderOption = Annotated[
-    str | None, typer.Option(metavar="docker|podman|buildah", help="Default: the first that works here.")
+    str | None,
+    typer.Option(
+        metavar="docker|podman|buildah", help="Program that builds it. Default: the first one that works here."
+    ),
 ]
 WriteOption = Annotated[
-    Path | None, typer.Option(metavar="DIR", help="Only write the Dockerfile and what it needs, here.")
+    Path | None, typer.Option(metavar="DIR", help="Only write the Dockerfile and its files, to DIR.")
 ]
 LoadOption = Annotated[
     Path | None, typer.Option(metavar="FILE", help="Load an archive written by --save instead of building.")
@@ -52,7 +55,7 @@ OutputOption = Annotated[
     Path | None, typer.Option("--output", "-o", metavar="FILE", help="File to write. Default: NAME-bundle.tar.")
 ]
 TakeRunOption = Annotated[
-    str | None, typer.Option("--run", metavar="RUN", help="Also take this run, to resume its newest checkpoint.")
+    str | None, typer.Option("--run", metavar="RUN", help="Include this run, to resume from its newest checkpoint.")
 ]
 
 
@@ -75,7 +78,10 @@ def image(
     save: SaveOption = None,
     push: PushOption = None,
 ) -> None:
-    """Build a container image, for Kubernetes or to serve models. It has no job and no model in it: one serves all."""
+    """Build a container image, for Kubernetes or to serve models.
+
+    It contains no job and no model, so one image serves all.
+    """
     from packtrain.errors import Mistake
     from packtrain.fleet.image import ImageRequest, check_name, default_name, find_builder
 
@@ -153,7 +159,7 @@ def bundle(
     requirements: RequirementsOption = None,
     allow_drops: DropsOption = False,
 ) -> None:
-    """Write a job with its wheels, code and pack, for use offline."""
+    """Bundle a job with its wheels, code and pack, for offline use."""
     from packtrain.cli.packs import ProgressBars
     from packtrain.errors import Mistake
     from packtrain.fleet.bundle import add_wheels, new_bundle
@@ -232,14 +238,15 @@ def _print_line(text: str) -> None:
 def unit(
     model: Annotated[Path, typer.Argument(metavar="MODEL", help="Folder of an exported model on this machine.")],
     name: Annotated[
-        str | None, typer.Option("--name", metavar="NAME", help="The unit is packtrain-NAME. Default: the folder's.")
+        str | None,
+        typer.Option("--name", metavar="NAME", help="Name of the unit, packtrain-NAME. Default: the folder's name."),
     ] = None,
     host: Annotated[
-        str, typer.Option("--host", help="Address to listen on; other than loopback needs a token.")
+        str, typer.Option("--host", metavar="ADDRESS", help="Address to listen on; other than loopback needs a token.")
     ] = "127.0.0.1",
-    port: Annotated[int, typer.Option("--port", min=1, max=65535, help="Port to listen on.")] = 8000,
+    port: Annotated[int, typer.Option("--port", metavar="PORT", min=1, max=65535, help="Port to listen on.")] = 8000,
     token_file: Annotated[
-        Path | None, typer.Option("--token-file", metavar="FILE", help="File with the token of clients.")
+        Path | None, typer.Option("--token-file", metavar="FILE", help="File with the clients' token.")
     ] = None,
 ) -> None:
     """Print a systemd unit that serves a model on this machine."""

@@ -27,10 +27,10 @@ def plan(
     job: JobArgument,
     overrides: SetOption = None,
     machines: Annotated[
-        str | None, typer.Option(metavar="1,2,4", help="Numbers of machines to compare. Default: those of the job.")
+        str | None, typer.Option(metavar="1,2,4", help="Machine counts to compare. Default: the job's.")
     ] = None,
     probe: Annotated[
-        bool, typer.Option("--probe", help="Measure a few steps and the links on the fleet's own machines.")
+        bool, typer.Option("--probe", help="Measure a few steps and the links on the fleet's machines.")
     ] = False,
     device: Annotated[
         str | None, typer.Option(metavar="GPU", help="Plan for this GPU from the table of devices, e.g. a100.")
@@ -40,7 +40,7 @@ def plan(
     ] = None,
     as_json: JsonOption = False,
 ) -> None:
-    """Say what a run will take: time, money, memory and network."""
+    """Estimate what a run will take: time, money, memory and network."""
     from packtrain.errors import Mistake
     from packtrain.plan.plan import PlanRequest, make_plan
     from packtrain.start import load

@@ -61,7 +61,7 @@ def register(app: typer.Typer) -> None:
     app.command()(logs)
     app.command()(stop)
     app.command()(report)
-    app.command()(mirror)
+    app.command(hidden=True)(mirror)
 
 
 def list_runs(
@@ -74,7 +74,8 @@ def list_runs(
         list[str] | None, typer.Option("--tag", metavar="WORD", help="Only runs with this tag; repeatable.")
     ] = None,
     since: Annotated[
-        str | None, typer.Option("--since", metavar="TIME|DATE", help="Only runs started since then: 2d, 2026-11-17.")
+        str | None,
+        typer.Option("--since", metavar="TIME|DATE", help="Only runs started since then, e.g. 2d or 2026-11-17."),
     ] = None,
     as_json: JsonOption = False,
 ) -> None:
@@ -262,10 +263,10 @@ def logs(
     store: StoreOption = None,
     keep: Annotated[bool, typer.Option("-f", "--follow", help="Keep printing until the run ends.")] = False,
     rank: Annotated[
-        int | None, typer.Option("--rank", metavar="N", min=0, help="Only lines of this worker. Default: all.")
+        int | None, typer.Option("--rank", metavar="N", min=0, help="Only the output of this worker. Default: all.")
     ] = None,
 ) -> None:
-    """Print the output of all workers, or of one. With -f, also the steps and scores of a recipe."""
+    """Print the output of all workers, or of one. With -f, also a recipe's steps and scores."""
     run = find_run(store, name)
     counts = (sum(member.workers for member in generation.members) for generation in run.generations())
     _check_rank(run, rank, max(counts, default=0))
@@ -358,12 +359,12 @@ def report(
     as_markdown: Annotated[bool, typer.Option("--markdown", help="Print Markdown.")] = False,
     as_json: JsonOption = False,
     output: Annotated[
-        Path | None, typer.Option("-o", "--output", metavar="FILE", help="Write to this file, not to the store.")
+        Path | None, typer.Option("-o", "--output", metavar="FILE", help="Write to this file instead of the store.")
     ] = None,
 ) -> None:
-    """Answer questions about a run, or show a sweep, on one page.
+    """Report the results, speed and problems of a run or sweep, on one page.
 
-    The page is in the folder of the run or sweep. It is written when that ends, and by this command at any time.
+    The page is stored with the run or sweep. It is also written when that ends.
     """
     from packtrain.errors import Mistake
     from packtrain.report import write_report

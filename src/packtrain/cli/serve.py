@@ -36,11 +36,18 @@ def serve(
         ),
     ] = None,
     threads: Annotated[
-        int | None, typer.Option("--threads", min=1, max=1024, help="Cores to use. Default: all.")
+        int | None, typer.Option("--threads", metavar="N", min=1, max=1024, help="Cores to use. Default: all.")
     ] = None,
-    batch: Annotated[int, typer.Option("--batch", min=1, max=1024, help="Maximum inputs to compute together.")] = 64,
+    batch: Annotated[int, typer.Option("--batch", metavar="N", min=1, max=1024, help="Maximum inputs per batch.")] = 64,
     queue: Annotated[
-        int, typer.Option("--queue", min=1, max=100_000, help="Maximum inputs that wait; more get status 429.")
+        int,
+        typer.Option(
+            "--queue",
+            metavar="N",
+            min=1,
+            max=100_000,
+            help="Maximum waiting inputs; more are rejected with status 429.",
+        ),
     ] = 1024,
     max_bytes: Annotated[str, typer.Option("--max-bytes", metavar="SIZE", help="Maximum size of a request.")] = "20 MB",
     timeout: Annotated[str, typer.Option("--timeout", metavar="TIME", help="Maximum time of a request.")] = "30 s",

@@ -30,9 +30,7 @@ if TYPE_CHECKING:
     from packtrain.run.sweeps import Sweep
     from packtrain.store import Store
 
-ForceOption = Annotated[
-    bool, typer.Option("--force", help="Do not ask providers for machines that the run may still rent.")
-]
+ForceOption = Annotated[bool, typer.Option("--force", help="Skip the check for machines that the run may still rent.")]
 
 _SHOWN = ("where", "kind", "name", "bytes", "age_seconds")
 _MAX_LISTED = 20
@@ -52,7 +50,7 @@ def register(app: typer.Typer) -> None:
 
 
 def rm(
-    names: Annotated[list[str], typer.Argument(metavar="RUN...", help="Full names of runs, or of sweeps.")],
+    names: Annotated[list[str], typer.Argument(metavar="RUN", help="Full names of runs, or of sweeps.")],
     store: StoreOption = None,
     yes: YesOption = False,
     force: ForceOption = False,
@@ -127,7 +125,7 @@ def mv(
     store: StoreOption = None,
     force: ForceOption = False,
 ) -> None:
-    """Rename a run that is not running. A rename that was interrupted continues."""
+    """Rename a run that is not running. An interrupted rename continues."""
     from packtrain.fleet.down import check_has_no_machines
     from packtrain.report import write_report
     from packtrain.run.removal import rename_run
@@ -140,13 +138,11 @@ def mv(
 
 def tag(
     name: RunArgument,
-    words: Annotated[list[str] | None, typer.Argument(metavar="WORD...", help="Tags to add.")] = None,
+    words: Annotated[list[str] | None, typer.Argument(metavar="WORD", help="Tags to add.")] = None,
     remove: Annotated[
         list[str] | None, typer.Option("--remove", metavar="WORD", help="Tag to remove; repeatable.")
     ] = None,
-    note: Annotated[
-        str | None, typer.Option("--note", metavar="TEXT", help='A sentence about the run; "" removes it.')
-    ] = None,
+    note: Annotated[str | None, typer.Option("--note", metavar="TEXT", help='Note on the run; "" removes it.')] = None,
     store: StoreOption = None,
 ) -> None:
     """Tag a run with words to find it by, or add a note to it."""
@@ -173,7 +169,7 @@ def _is_tag(word: str) -> bool:
 
 def du(
     name: Annotated[
-        str | None, typer.Argument(metavar="RUN", help="Name of a run, or of a job for its newest. Default: all.")
+        str | None, typer.Argument(metavar="RUN", help="Run name, or a job name for its newest run. Default: all.")
     ] = None,
     store: StoreOption = None,
     as_json: JsonOption = False,
@@ -232,15 +228,15 @@ def _print_sizes(rows: Sequence[tuple[str, int]]) -> None:
 def gc(
     store: StoreOption = None,
     older: Annotated[
-        str, typer.Option("--older", metavar="TIME", help="Only what was not written or used for so long.")
+        str, typer.Option("--older", metavar="TIME", help="Only what has been unused for at least TIME.")
     ] = _OLDER,
     delete: Annotated[bool, typer.Option("--delete", help="Delete it. Default: only list it.")] = False,
     as_json: JsonOption = False,
 ) -> None:
-    """List what no run uses in a store and the cache, or delete it.
+    """List or delete what no run uses, in the store and the cache.
 
-    Packs and files that no run uses, what interrupted commands left, and what this machine has downloaded and can
-    download again.
+    These are packs and files that no run uses, what interrupted commands left behind, and downloads that this machine
+    can repeat.
     """
     from packtrain import garbage
     from packtrain.store import store_option

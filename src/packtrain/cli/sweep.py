@@ -58,20 +58,21 @@ def sweep(
     ] = None,
     overrides: SetOption = None,
     draws: Annotated[
-        int | None, typer.Option("--random", metavar="N", min=1, help="Draw N combinations instead of training all.")
+        int | None, typer.Option("--random", metavar="N", min=1, help="Sample N combinations instead of training all.")
     ] = None,
     seed: Annotated[int, typer.Option("--seed", metavar="N", min=0, help="Random seed for --random.")] = 1,
     halving: Annotated[
-        bool, typer.Option("--halving", help="Stop the worse half of the runs early, again and again.")
+        bool, typer.Option("--halving", help="Stop the worse half of the runs early, repeatedly.")
     ] = False,
     parallel: Annotated[
-        int | None, typer.Option("--parallel", metavar="N", min=1, help="Runs at a time. Default: as many as fit.")
+        int | None,
+        typer.Option("--parallel", metavar="N", min=1, help="Maximum runs at a time. Default: as many as fit."),
     ] = None,
     name: Annotated[
         str | None, typer.Option("--name", metavar="NAME", help="Name of the sweep. Default: from job and values.")
     ] = None,
     dry_run: Annotated[bool, typer.Option("--dry-run", help="Check and list the runs; start nothing.")] = False,
-    show: Annotated[bool, typer.Option("--show", help="Print the table of the sweep as it is now.")] = False,
+    show: Annotated[bool, typer.Option("--show", help="Print the sweep's current table.")] = False,
     output: Annotated[
         Path | None, typer.Option("-o", "--output", metavar="FILE", help="Write table and plot as an HTML page.")
     ] = None,
@@ -82,7 +83,7 @@ def sweep(
 ) -> None:
     """Train many runs of one job that differ in a few fields.
 
-    Ctrl-C detaches: runs keep running, and the same command, or the name of the sweep, continues.
+    Ctrl-C detaches; the runs keep running. The same command, or the name of the sweep, continues it.
     """
     from packtrain.run.sweeps import Sweep
     from packtrain.sweep.plan import SweepRequest

@@ -33,15 +33,17 @@ def register(app: typer.Typer) -> None:
 
 def tensorboard(
     names: Annotated[
-        list[str] | None, typer.Argument(metavar="RUN...", help="Runs to show together. Default: the newest run.")
+        list[str] | None, typer.Argument(metavar="RUN", help="Runs to show together. Default: the newest run.")
     ] = None,
     store: StoreOption = None,
     port: Annotated[
         int | None,
-        typer.Option("--port", min=0, max=65535, metavar="N", help="Default: the first free one from 6006 on."),
+        typer.Option(
+            "--port", min=0, max=65535, metavar="N", help="Port to listen on. Default: the first free one from 6006."
+        ),
     ] = None,
 ) -> None:
-    """Open TensorBoard on the event files of runs. Ctrl-C ends it."""
+    """Open TensorBoard on the event files of runs. Ctrl-C stops it."""
     from importlib.util import find_spec
 
     from packtrain.errors import Mistake

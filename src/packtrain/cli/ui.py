@@ -33,10 +33,11 @@ def ui(
     port: PortOption = 8265,
     certificate: Annotated[
         Path | None,
-        typer.Option("--certificate", metavar="FILE", help="TLS certificate, as PEM; needed for other machines."),
+        typer.Option("--certificate", metavar="FILE", help="TLS certificate (PEM); required to accept other machines."),
     ] = None,
     key: Annotated[
-        Path | None, typer.Option("--key", metavar="FILE", help="Private key of the certificate, if not in its file.")
+        Path | None,
+        typer.Option("--key", metavar="FILE", help="The certificate's private key, unless in the same file."),
     ] = None,
     browse: Annotated[bool, typer.Option("--open/--no-open", help="Open the page in a browser.")] = True,
 ) -> None:
