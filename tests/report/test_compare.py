@@ -17,6 +17,7 @@ from packtrain.report.compare import (
     MAX_RUNS,
     ComparedRun,
     PairedTest,
+    RunComparison,
     as_json,
     compare_runs,
     differing_fields,
@@ -260,18 +261,37 @@ def test_only_fields_that_differ_are_listed() -> None:
     assert differing_fields([one, one]) == ()
 
 
-def test_scores_and_what_differs_are_not_cut() -> None:
-    paths = [f"/home/person/projects/translation/data/of-the-experiment/{one}/train.tsv" for one in ("first", "second")]
-    runs = [made(letter, bleu=[1.0, 20.25]) for letter in "AB"]
-    jobs = [recipe_job(data={"train": [{"bitext": path}]}) for path in paths]
-    named = [
-        replace(run, name=f"en-de-with-a-long-name-{run.letter}", job=job) for run, job in zip(runs, jobs, strict=True)
+LONG_NAME = "english-to-german-with-a-long-name"
+
+
+def long_names() -> RunComparison:
+    """Runs whose names do not fit a narrow table, and values that share more than fits."""
+    folder = f"/home/person/{'projects/' * 8}data"
+    paths = [f"{folder}/{name}/train.tsv" for name in ("first", "second")]
+    runs = [
+        replace(made(letter, bleu=[1.0, 20.25]), name=f"{LONG_NAME}-{letter}", job=job)
+        for letter, job in zip("AB", [recipe_job(data={"train": [{"bitext": path}]}) for path in paths], strict=True)
     ]
-    head, first, *rest = text_lines(compare_runs(named))
+    return compare_runs(runs)
+
+
+def test_names_and_scores_are_not_cut_where_a_table_is_too_wide() -> None:
+    lines = text_lines(long_names(), 80)
+    assert max(map(len, lines)) <= 80
+    assert any(f"{LONG_NAME}-A" in line for line in lines)
+    assert any(line.split() == ["tokens/s", "valid", "bleu"] for line in lines)
+    assert any(line.startswith("A ") and line.endswith("20.25") for line in lines)
+    for end in ("first/train.tsv", "second/train.tsv"):
+        assert any(line.startswith("    ") and "..." in line and end in line for line in lines), "what differs"
+
+
+def test_a_pipe_gets_everything_in_one_line_each() -> None:
+    found = long_names()
+    head, first, *rest = text_lines(found, 10_000)
     assert head.endswith("tokens/s  valid bleu")
-    assert first.endswith("20.25")
-    assert any("first/train.tsv" in line for line in rest)
-    assert any("second/train.tsv" in line for line in rest)
+    assert first.startswith(f"A  {LONG_NAME}-A") and first.endswith("20.25")
+    assert any(f"A {found.fields[0].values[0]}  B {found.fields[0].values[1]}" in line for line in rest)
+    assert not any("..." in line for line in rest)
 
 
 def test_the_text_fits_80_columns_and_the_page_escapes_everything() -> None:
@@ -280,7 +300,7 @@ def test_the_text_fits_80_columns_and_the_page_escapes_everything() -> None:
     two = ComparedRun(**{**vars(two), "job": job, "name": EVIL, "scores": {**two.scores, f"test.{EVIL}": 1.0}})
     one = ComparedRun(**{**vars(one), "scores": {**one.scores, f"test.{EVIL}": 2.0}})
     found = compare_runs([one, two, made("C")])
-    assert max(map(len, text_lines(found))) <= 80
+    assert max(map(len, text_lines(found, 80))) <= 80
     page = Page(compare_page(found))
     assert "script" not in page.tags
     assert not {"link", "img", "iframe", "a"} & set(page.tags)

@@ -71,9 +71,10 @@ def compare(
     if as_json:
         print_json(plain(comparison))
         return
-    console().say_lines(text_lines(comparison))
+    screen = console()
+    screen.say_lines(text_lines(comparison, screen.width))
     if output is not None:
-        console().say(f"Wrote {output}")
+        screen.say(f"Wrote {output}")
 
 
 def _paired_tests(runs: Sequence[Run], found: Sequence[ComparedRun], trust_code: bool) -> Tests:

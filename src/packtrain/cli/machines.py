@@ -88,7 +88,7 @@ def doctor(
     store: StoreOption = None,
     as_json: JsonOption = False,
 ) -> None:
-    """Check this machine or the machines of a fleet, and suggest fixes."""
+    """Check this machine or the machines of a fleet."""
     from packtrain.errors import EXIT_DONE, EXIT_MISTAKE, EXIT_UNFINISHED
     from packtrain.fleet.doctor import examine
     from packtrain.fleet.here import describe

@@ -362,7 +362,7 @@ def report(
         Path | None, typer.Option("-o", "--output", metavar="FILE", help="Write to this file instead of the store.")
     ] = None,
 ) -> None:
-    """Report the results, speed and problems of a run or sweep, on one page.
+    """Report the results, speed and problems of a run or sweep.
 
     The page is stored with the run or sweep. It is also written when that ends.
     """

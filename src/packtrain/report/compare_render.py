@@ -1,4 +1,4 @@
-"""A comparison of runs as text for a terminal of 80 columns, and as one HTML page. All text in the page is escaped."""
+"""A comparison of runs as text for a terminal or a pipe, and as one HTML page. All text in the page is escaped."""
 
 from __future__ import annotations
 
@@ -21,9 +21,7 @@ from packtrain.report.goodput import LABELS
 from packtrain.report.page import Series, html_table, line_chart, nice_ticks, page, thin
 from packtrain.units import show_count, show_score, show_seconds
 
-WIDTH = 80
-_CHART_HEIGHT = 12
-_MAX_VALUE = 60  # characters of a value in the text
+_CHART_WIDTH, _CHART_HEIGHT = 80, 12
 _SHORT = 20  # characters of what values share that stay before what differs
 
 STYLE = """
@@ -41,27 +39,27 @@ code { font: 13px/1.5 ui-monospace, monospace; overflow-wrap: anywhere; }
 # Text.
 
 
-def text_lines(found: RunComparison) -> list[str]:
-    """Return the comparison as lines of at most 80 columns."""
-    lines = [*_run_lines(found.runs), "", *_field_lines(found)]
+def text_lines(found: RunComparison, width: int) -> list[str]:
+    """Return the comparison as lines for that many columns. Only values of the jobs are cut to them."""
+    lines = [*_run_lines(found.runs, width), "", *_field_lines(found, width)]
     for speed in found.speeds:
-        lines += ["", f"Speed: {speed.other} against {speed.base}", *_speed_lines(speed)]
+        lines += ["", f"Speed: {speed.other} against {speed.base}", *_speed_lines(speed, width)]
     if found.gaps:
-        lines += ["", "Scores", *_gap_lines(found.gaps)]
+        lines += ["", "Scores", *_gap_lines(found.gaps, width)]
     if found.reached is not None:
         each = (
             f"{run.letter} {show_seconds(seconds)} (step {step:,})"
             for run, seconds, step in zip(found.runs, found.reached.seconds, found.reached.steps, strict=True)
         )
         named = found.reached.score.replace(".", " ")
-        lines += ["", *_wrapped(f"Time to {named} {show_score(found.reached.value)}: {', '.join(each)}", "")]
+        lines += ["", *_wrapped(f"Time to {named} {show_score(found.reached.value)}: {', '.join(each)}", "", width)]
     for curve in found.curves[:2]:
-        lines += ["", *text_chart(curve, [run.letter for run in found.runs])]
+        lines += ["", *text_chart(curve, [run.letter for run in found.runs], min(width, _CHART_WIDTH))]
     return lines
 
 
-def _run_lines(runs: Sequence[ComparedRun]) -> list[str]:
-    """Return the table of runs. What all speeds or scores have in common is in the head; names are cut, if need be."""
+def _run_lines(runs: Sequence[ComparedRun], width: int) -> list[str]:
+    """Return the table of runs, or two if one is too wide. What all speeds or scores have in common is in the head."""
     speeds, scores = [_speed(one) for one in runs], [_headline(one) for one in runs]
     units = {one.rpartition(" ")[2] for one in speeds if one}
     measures = {one.rpartition(" ")[0] for one in scores if one}
@@ -70,42 +68,43 @@ def _run_lines(runs: Sequence[ComparedRun]) -> list[str]:
     if len(measures) == 1:
         scores = [one.rpartition(" ")[2] for one in scores]
     speed, score = units.pop() if len(units) == 1 else "speed", measures.pop() if len(measures) == 1 else "score"
-    heads = ["", "run", "state", "step", "time", "workers", speed, score]
+    heads = ["", "run", "state", "step", "time", "workers"]
     rows = [
-        [one.letter, one.name, one.state, f"{one.step:,}", show_seconds(one.seconds), str(one.workers), *shown]
-        for one, *shown in zip(runs, speeds, scores, strict=True)
+        [one.letter, one.name, one.state, f"{one.step:,}", show_seconds(one.seconds), str(one.workers)] for one in runs
     ]
-    for most in (max(len(one.name) for one in runs), 20, 12, 8):
-        lines = _table(heads, [[row[0], _cut(row[1], most), *row[2:]] for row in rows])
-        if max(map(len, lines)) <= WIDTH:
-            break
-    return [line[:WIDTH] for line in lines]
+    results = [[*shown] for shown in zip(speeds, scores, strict=True)]
+    lines = _table([*heads, speed, score], [row + shown for row, shown in zip(rows, results, strict=True)])
+    if max(map(len, lines)) <= width:
+        return lines
+    rest = [[one.letter, *shown] for one, shown in zip(runs, results, strict=True)]
+    return [*_table(heads, rows), "", *_table(["", speed, score], rest)]
 
 
-def _field_lines(found: RunComparison) -> list[str]:
+def _field_lines(found: RunComparison, width: int) -> list[str]:
     if not found.fields:
         return ["The jobs are the same."]
     lines = ["What differs"]
-    width = min(32, max(len(row.field) for row in found.fields))
+    column = min(32, max(len(row.field) for row in found.fields))
+    room = width - len("    A ")
     for row in found.fields:
-        shown = _from_difference(row.values)
-        values = [f"{run.letter} {_cut(value, _MAX_VALUE)}" for run, value in zip(found.runs, shown, strict=True)]
-        line = f"  {row.field:<{width}}  {'  '.join(values)}"
-        lines += [line] if len(line) <= WIDTH else [f"  {row.field}"[:WIDTH], *(f"    {value}" for value in values)]
+        shown = _from_difference(row.values, room)
+        values = [f"{run.letter} {_cut(value, room)}" for run, value in zip(found.runs, shown, strict=True)]
+        line = f"  {row.field:<{column}}  {'  '.join(values)}"
+        lines += [line] if len(line) <= width else [f"  {row.field}", *(f"    {value}" for value in values)]
     return lines
 
 
-def _from_difference(values: Sequence[str]) -> list[str]:
-    """Return long values without the start that all of them share: what differs must be seen."""
+def _from_difference(values: Sequence[str], room: int) -> list[str]:
+    """Return values that are too long without the start that all of them share: what differs must be seen."""
     shared = takewhile(lambda characters: len(set(characters)) == 1, zip(*values, strict=False))
     start = len(list(shared)) - _SHORT
-    if start <= 3 or max(map(len, values)) <= _MAX_VALUE:
+    if start <= 3 or max(map(len, values)) <= room:
         return list(values)
     return [f"...{value[start:]}" for value in values]
 
 
-def _speed_lines(speed: SpeedUp) -> list[str]:
-    lines = [line for sentence in speed.sentences for line in _wrapped(sentence, "  ")]
+def _speed_lines(speed: SpeedUp, width: int) -> list[str]:
+    lines = [line for sentence in speed.sentences for line in _wrapped(sentence, "  ", width)]
     if speed.factor is None:
         return lines
     rows = [
@@ -117,12 +116,12 @@ def _speed_lines(speed: SpeedUp) -> list[str]:
     return [*lines, *(f"  {one}" for one in _table(["", speed.base, speed.other, "saved", "all else"], rows))]
 
 
-def _gap_lines(gaps: Sequence[ScoreGap]) -> list[str]:
+def _gap_lines(gaps: Sequence[ScoreGap], width: int) -> list[str]:
     lines = []
     for one in gaps:
         values = f"{one.base} {show_score(one.base_value)}  {one.other} {show_score(one.other_value)}"
         lines.append(f"  {one.score.replace('.', ' '):<14}  {values}  {gap_words(one)}")
-        lines += _wrapped(one.decided, "    ")
+        lines += _wrapped(one.decided, "    ", width)
     return lines
 
 
@@ -137,7 +136,7 @@ def gap_words(gap: ScoreGap) -> str:
     return f"{gap.better} is better by {apart}{noise}"
 
 
-def text_chart(curve: Curve, letters: Sequence[str]) -> list[str]:
+def text_chart(curve: Curve, letters: Sequence[str], columns: int = _CHART_WIDTH) -> list[str]:
     """Draw a curve of each run with its letter; where runs meet, the last one is seen."""
     lines = [[(x, y) for x, y in thin(line) if math.isfinite(y)] for line in curve.lines]
     points = [point for line in lines for point in line]
@@ -146,7 +145,7 @@ def text_chart(curve: Curve, letters: Sequence[str]) -> list[str]:
     x_low, x_high = min(x for x, _ in points), max(x for x, _ in points)
     ticks = nice_ticks(min(y for _, y in points), max(y for _, y in points), 4)
     margin = max(len(f"{tick:g}") for tick in ticks) + 2
-    width = WIDTH - margin - 2
+    width = columns - margin - 2
     grid = [[" "] * width for _ in range(_CHART_HEIGHT)]
     for letter, line in zip(letters, lines, strict=True):
         for x, y in line:
@@ -175,8 +174,10 @@ def _table(heads: Sequence[str], rows: Sequence[Sequence[str]]) -> list[str]:
     return lines
 
 
-def _wrapped(text: str, indent: str) -> list[str]:
-    return textwrap.wrap(text, WIDTH, initial_indent=indent, subsequent_indent=indent)
+def _wrapped(text: str, indent: str, width: int) -> list[str]:
+    return textwrap.wrap(
+        text, width, initial_indent=indent, subsequent_indent=indent, break_long_words=False, break_on_hyphens=False
+    )
 
 
 def _cut(text: str, most: int) -> str:
