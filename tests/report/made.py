@@ -98,8 +98,9 @@ def evidence_of(
     steps = [point for point in points if point.kind == "train"]
     summary = Summary(
         run="job-1", state="finished", reason="reached 10 steps", description="a job",
-        step=steps[-1].step if steps else 0, goal=None, loss=None, rate=None, measure=measure, unit="tokens",
-        seconds=40.0, scores={}, signatures={}, cost=None, generations=len(generations),
+        step=steps[-1].step if steps else 0, goal=None, loss=None, loss_steps=0, rate=None, measure=measure,
+        lower=False, unit="tokens", seconds=40.0, score=None, test=None, scores={}, counts={}, signatures={}, cost=None,
+        best=None, generations=len(generations),
         units_per_second=units_per_second(steps, "tokens"), machines=(),
         goodput=goodput(generations, points, spent),
     )  # fmt: skip

@@ -28,6 +28,7 @@ from packtrain.report.compare import (
     time_to_score,
 )
 from packtrain.report.compare_render import compare_page, text_chart, text_lines
+from packtrain.report.score import Score
 from packtrain.run.records import Point, Result
 from packtrain.store import Store
 from parts.runs import a_generation, new_run, recipe_job
@@ -63,7 +64,7 @@ def made(
     final = {"valid.bleu": scores[-1]} if scores else {}
     return ComparedRun(
         letter, f"made-{letter.lower()}", "finished", job, points, 40.0, 40, workers, workers, "tokens", "bleu",
-        scores=final,
+        scores=final, score=Score("valid.bleu", scores[-1], 40) if scores else None,
     )  # fmt: skip
 
 
@@ -175,7 +176,7 @@ def test_a_trend_is_not_noise() -> None:
 
 
 def measured_on(samples: int, *runs: ComparedRun) -> list[ComparedRun]:
-    return [replace(run, limits={"bleu": 100.0}, samples={"valid": samples}) for run in runs]
+    return [replace(run, limits={"bleu": 100.0}, counts={"valid.bleu": samples}) for run in runs]
 
 
 def test_few_evaluations_are_not_enough_data_for_a_small_difference() -> None:
@@ -185,6 +186,14 @@ def test_few_evaluations_are_not_enough_data_for_a_small_difference() -> None:
     assert verdict_of(*measured_on(200, one, two)) == (
         "unknown", "", f"{few}, and noise alone might be up to 28.3",
     )  # fmt: skip
+
+
+def test_scores_of_different_numbers_of_samples_do_not_compare() -> None:
+    [one], [two] = measured_on(100, made("A", bleu=noisy(1, 20, 1))), measured_on(800, made("B", bleu=noisy(2, 40, 1)))
+    assert verdict_of(one, two) == ("unknown", "", "the scores are of different numbers of samples")
+    [gap] = compare_runs([one, two]).gaps
+    assert gap.title == "valid bleu (100 and 800 samples)"
+    assert compare_runs([one, *measured_on(100, made("B", bleu=[1.0]))]).gaps[0].title == "valid bleu (100 samples)"
 
 
 @pytest.mark.parametrize("scores", [[1.98], [0.0, 1.98], [0.0, 0.5, 1.98]])

@@ -10,6 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from packtrain.report.live import GrowingLine, History, LiveRun, RunWatcher
+from packtrain.report.score import Score
 from packtrain.run.records import Event, LogLine, Point, Result, Telemetry
 from packtrain.run.run import Run
 from packtrain.store import Store
@@ -58,9 +59,9 @@ def test_a_restart_discards_the_steps_after_its_checkpoint() -> None:
     history = History(recipe_job())
     for point in (trained(1), trained(2), validated(2, bleu=9.0), trained(3), validated(3, bleu=20.0)):
         history.add(point)
-    assert history.best == (20.0, 3)
+    assert history.best == Score("valid.bleu", 20.0, 3)
     history.add(Point("start", 2, 2, 200.0, {}))
-    assert history.best == (9.0, 2)
+    assert history.best == Score("valid.bleu", 9.0, 2)
     history.add(trained(3, 2, loss=1.0))
     assert history.curves()["train.loss"] == ((1.0, 9.9), (2.0, 9.8), (3.0, 1.0))
     assert history.curves()["valid.bleu"] == ((2.0, 9.0),)

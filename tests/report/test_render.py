@@ -166,8 +166,9 @@ def test_the_last_200_events_are_shown_with_their_times(run: Run) -> None:
 def test_all_text_is_escaped(run: Run) -> None:
     names = {f"valid.{EVIL}": 1.0}
     summary = Summary(
-        run=EVIL, state="failed", reason=EVIL, description=EVIL, step=1, goal=None, loss=None, rate=None, measure=EVIL,
-        unit=EVIL, units_per_second=1.0, seconds=1.0, scores=names, signatures={EVIL: EVIL}, generations=1, machines=(),
+        run=EVIL, state="failed", reason=EVIL, description=EVIL, step=1, goal=None, loss=None, loss_steps=0, rate=None,
+        measure=EVIL, lower=False, unit=EVIL, units_per_second=1.0, seconds=1.0, score=None, test=None, best=None,
+        scores=names, counts={}, signatures={EVIL: EVIL}, generations=1, machines=(),
         goodput=Goodput(0.0, {"data": 1.0}), cost=None,
     )  # fmt: skip
     points = [

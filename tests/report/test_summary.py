@@ -8,7 +8,8 @@ import pytest
 
 from pack.corpus import job_of
 from packtrain.job import Job
-from packtrain.report.summary import Overview, overview, summarize, summary_of, units_per_second
+from packtrain.report.score import Score
+from packtrain.report.summary import overview, summarize, summary_of, units_per_second
 from packtrain.run.checkpoint import commit
 from packtrain.run.records import Generation, Lease, Member, Point, Result, Status, Telemetry, TimeSpent
 from packtrain.run.run import Run, create_run, open_run
@@ -76,6 +77,7 @@ def test_loss_is_that_of_the_last_50_steps_and_so_is_speed_until_the_run_ends(ru
     points += [trained(step, loss=2.0) for step in range(51, 101)]
     summary = summary_of(run, "running", points, None)
     assert summary.loss == pytest.approx(2.0)
+    assert summary.loss_steps == 50
     assert summary.units_per_second == pytest.approx(128)
     ended = summary_of(run, "finished", points, Result("finished", "reached 100 steps", 100, 99.0))
     assert ended.loss == pytest.approx(2.0)
@@ -147,15 +149,37 @@ def test_the_goal_is_known_only_for_a_duration_in_steps(directory_store: Store, 
     assert summary_of(run, "running", [], None).goal is None
 
 
-def headline(**scores: float) -> str:
-    named = {name.replace("_", "."): value for name, value in scores.items()}
-    return Overview("a-1", "running", "", "", 0, None, None, None, "bleu", "tokens", 0.0, named, {}, None).headline
+def test_the_score_of_a_run_is_its_last_one_on_the_validation_split_with_its_samples(run: Run) -> None:
+    points = [validated(1, bleu=9.0), validated(2, bleu=20.0), replace(validated(3, bleu=18.0), counts={"bleu": 100})]
+    final = Result("finished", "", 3, 9.0, {"test.bleu": 17.0}, counts={"test.bleu": 800})
+    for found in (summary_of(run, "running", points, None), summary_of(run, "finished", points, final)):
+        assert found.score == Score("valid.bleu", 18.0, 3, 100)
+        assert found.headline == "valid bleu 18.00 (100 samples)"
+        assert found.best == Score("valid.bleu", 20.0, 2)
+    assert found.test == Score("test.bleu", 17.0, 3, 800)
+    assert found.counts == {"valid.bleu": 100, "test.bleu": 800}
 
 
-def test_the_headline_prefers_the_test_score_to_validation_and_validation_to_loss() -> None:
-    assert headline(valid_loss=4.0, valid_bleu=18.0, test_bleu=20.123) == "test bleu 20.12"
-    assert headline(valid_loss=4.0, valid_bleu=18.0) == "valid bleu 18.00"
-    assert headline(valid_loss=4.0) == "valid loss 4.00"
+def test_the_score_of_the_full_validation_split_replaces_that_of_its_part_but_is_not_the_best(run: Run) -> None:
+    final = Result("finished", "", 3, 9.0, {"valid.bleu": 25.0}, counts={"valid.bleu": 800})
+    points = [replace(validated(step, bleu=20.0 - step), counts={"bleu": 100}) for step in (1, 3)]
+    found = summary_of(run, "finished", points, final)
+    assert found.headline == "valid bleu 25.00 (800 samples)"
+    assert found.best == Score("valid.bleu", 19.0, 1, 100)
+
+
+def test_the_score_is_the_one_that_chooses_the_best_checkpoint(directory_store: Store, tmp_path: Path) -> None:
+    run = create_run(directory_store, job_of(tmp_path, checkpoint={"best_by": "loss"}), b"", None)
+    points = [validated(step, loss=loss, bleu=bleu) for step, loss, bleu in ((1, 2.0, 30.0), (2, 3.0, 40.0))]
+    found = summary_of(run, "running", points, None)
+    assert (found.measure, found.lower, found.headline) == ("loss", True, "valid loss 3.00")
+    assert found.best == Score("valid.loss", 2.0, 1)
+
+
+def test_without_the_score_that_counts_the_loss_is_shown_and_without_validation_the_test_split(run: Run) -> None:
+    assert summary_of(run, "running", [validated(1, loss=4.0)], None).headline == "valid loss 4.00"
+    final = Result("finished", "", 3, 9.0, {"test.bleu": 17.0, "test.loss": 2.0})
+    assert summary_of(run, "finished", [], final).headline == "test bleu 17.00"
 
 
 def test_machines_are_working_only_while_the_run_is_running(run: Run) -> None:
@@ -233,13 +257,13 @@ def test_the_overview_of_a_long_run_reads_back_to_its_last_evaluation(watched: F
     assert chunks_read(watched) == 81
 
 
-def test_the_overview_of_a_run_with_final_scores_reads_only_the_last_50_steps(watched: FaultyStore) -> None:
+def test_the_overview_of_a_finished_run_reads_only_its_end(watched: FaultyStore) -> None:
     run = open_run(watched, None)
-    written(run, 1, [trained(step) for step in range(1, 201)])
+    written(run, 1, [*(trained(step) for step in range(1, 201)), validated(200, bleu=7.0)])
     run.finish(Result("finished", "reached 200 steps", 200, 99.0, {"test.bleu": 20.0}))
     watched.operations.clear()
-    assert overview(run, "finished").headline == "test bleu 20.00"
-    assert chunks_read(watched) == 50
+    assert overview(run, "finished").headline == "valid bleu 7.00"
+    assert chunks_read(watched) == 51
 
 
 # Time and speed.

@@ -20,7 +20,17 @@ from packtrain.job import Job
 from packtrain.report import report_url, write_report
 from packtrain.report.cost import goal_step, seconds_to_goal, share_done
 from packtrain.report.goodput import COMPUTING, LABELS, Goodput
-from packtrain.report.summary import About, Summary, about, score_name, summarize, units_per_second
+from packtrain.report.score import of_samples, score_title
+from packtrain.report.summary import (
+    RECENT_STEPS,
+    About,
+    Summary,
+    about,
+    loss_name,
+    recent_losses,
+    summarize,
+    units_per_second,
+)
 from packtrain.run.chunks import ChunkReader
 from packtrain.run.liveness import (
     EXIT_CODES,
@@ -43,7 +53,6 @@ ASK_FLEET_SECONDS = 30.0
 _POLL_SECONDS = 0.5
 _MOUNT_SECONDS = 60.0
 _PLAIN_LINE_SECONDS = 15.0  # between progress lines where there is no terminal to update one in
-_SPEED_STEPS, _LOSS_STEPS = 100, 20
 _NONE_LEFT_ANSWERS = 2  # in a row, to believe that no machine is left: a requeued job is in no list for a moment
 _BAR_WIDTH = 20
 _PLAIN_BAR = str.maketrans("━╌", "#-")
@@ -358,7 +367,7 @@ class Follower:
         if one.kind == "start":
             self._steps.clear()  # speed and time left are those of the current generation
         elif one.is_step:
-            self._steps = [*self._steps[-_SPEED_STEPS:], one]
+            self._steps = [*self._steps[1 - RECENT_STEPS :], one]
         else:
             before, self._evaluation = self._evaluation, one
             # If a periodic evaluation covers the full validation split, the last two evaluations are the same.
@@ -395,14 +404,13 @@ def progress_line(job: Job, steps: Sequence[Point], budget_left: float | None = 
     """
     last, unit = steps[-1], job.train.batch.unit
     goal, seconds = goal_step(job, last), seconds_to_goal(job, steps)
-    recent = steps[-_LOSS_STEPS:]
-    loss = sum(point.values["loss"] for point in recent) / len(recent)
+    losses = recent_losses(steps)
     parts = {
         "bar": ""
         if width is None
         else _bar(share_done(job, last) or 0.0, _BAR_WIDTH if width >= 100 else _BAR_WIDTH // 2),
         "step": f"step {last.step:,}" + ("" if goal is None else f" of {goal:,}"),
-        "loss": f"loss {loss:.3f}",
+        "loss": f"loss {sum(losses) / len(losses):.3f}",
         "rate": f"lr {last.values['rate']:.2g}",
         "speed": f"{show_count(units_per_second(steps, unit) or 0.0)} {unit}/s",
         "left": f"{'?' if seconds is None else show_seconds(seconds)} left",
@@ -425,10 +433,15 @@ def _bar(share: float, width: int) -> str:
 
 
 def scores_of(point: Point) -> tuple[Part, ...]:
-    """Return an evaluation as `step 500  loss 2.271  bleu 20.301`."""
-    scores = {name: value for name, value in point.values.items() if not name.endswith("_seconds")}
-    shown = [(f"  {name} ", (f"{value:.3f}", "bold")) for name, value in scores.items()]
-    return (f"step {point.step:,}", *(part for pair in shown for part in pair))
+    """Return an evaluation as `step 500  loss 2.271 (800 samples)  bleu 20.301  chrf 50.128 (100 samples)`."""
+    names = [name for name in point.values if not name.endswith("_seconds")]
+    counts = [point.counts.get(name) for name in names]
+    parts: list[Part] = [f"step {point.step:,}"]
+    for name, count, following in zip(names, counts, [*counts[1:], None], strict=True):
+        parts += [f"  {name} ", (f"{point.values[name]:.3f}", "bold")]
+        if count != following:  # once for neighbors of the same samples
+            parts.append((of_samples("", count), "dim"))
+    return tuple(parts)
 
 
 class StepLines:
@@ -445,7 +458,7 @@ class StepLines:
             if point.kind == "start":
                 self._steps.clear()
             elif point.kind == "train":
-                self._steps = [*self._steps[-_SPEED_STEPS:], point]
+                self._steps = [*self._steps[1 - RECENT_STEPS :], point]
                 # One step alone tells neither speed nor time left.
                 if len(self._steps) > 1 and point.time - self._said_at >= self._every_seconds:
                     self._said_at = point.time
@@ -460,6 +473,9 @@ def logged_line(steps: Sequence[Point], budget_left: float | None = None) -> str
     latest: dict[str, float] = {}
     for point in steps:
         latest |= point.values
+    losses = recent_losses(steps)
+    if (name := loss_name(latest)) is not None:
+        latest[name] = sum(losses) / len(losses)
     first, ends = f"  step {steps[-1].step:,}", list[str]()
     if (speed := units_per_second(steps, "steps")) is not None:
         ends.append(f"{show_count(speed)} steps/s")
@@ -493,16 +509,13 @@ def print_summary(screen: Screen, run: Run, summary: Summary) -> None:
     # Of a program that logs nothing, only its commits are known.
     rows.append(("step" if summary.unit else "commits", f"{summary.step:,}{goal} in {show_seconds(summary.seconds)}"))
     if summary.units_per_second:
-        rows.append(("speed", f"{show_count(summary.units_per_second)} {summary.unit}/s"))
+        scope = "mean of all steps" if run.result() else f"mean of the last {RECENT_STEPS} steps"
+        rows.append(("speed", f"{show_count(summary.units_per_second)} {summary.unit}/s", (f"  {scope}", "dim")))
     if summary.cost is not None:
         rows.append(("cost", summary.cost.line))
     if summary.goodput.fraction is not None:
         rows.append(("time", _time_line(summary.goodput)))
-    for name, value in list(summary.scores.items())[:_SHOWN_SCORES]:
-        signature = f"  {summary.signatures[name]}" if name in summary.signatures else ""
-        rows.append((harmless(score_name(name))[:_LABEL_WIDTH], (show_score(value), "bold"), (signature, "dim")))
-    if len(summary.scores) > _SHOWN_SCORES:
-        rows.append(("", f"and {len(summary.scores) - _SHOWN_SCORES} more; see the report"))
+    rows += _score_rows(summary)
     for machine in summary.machines:
         if machine.working:
             use = f"CPU {machine.cpu_fraction:.0%}, memory {machine.memory_fraction:.0%}"
@@ -512,6 +525,34 @@ def print_summary(screen: Screen, run: Run, summary: Summary) -> None:
     width = min(_LABEL_WIDTH, max(len(label) for label, *_ in rows))
     for label, *parts in rows:
         screen.say_row(f"{label:<{width}}", "dim", *parts)
+
+
+def _score_rows(summary: Summary) -> Iterator[tuple[str, *tuple[Part, ...]]]:
+    """Yield the training loss and every score, each with what it is of."""
+    logged_loss = loss_name(summary.scores)  # of a program; what a recipe measures has a split before its name
+    shown: list[tuple[str, str, str]] = []
+    if summary.loss is not None:
+        scope = f"mean of the last {counted(summary.loss_steps, 'step')}"
+        shown.append((logged_loss or "train loss", f"{summary.loss:.3f}", scope))
+    for name, value in summary.scores.items():
+        scope = counted(summary.counts[name], "sample") if name in summary.counts else ""
+        if name != logged_loss:
+            about_it = filter(None, (scope, summary.signatures.get(name, "")))
+            shown.append((score_title(name), show_score(value), "  ".join(about_it)))
+        if summary.best is not None and name == summary.best.name and value != summary.best.value:
+            best = summary.best
+            shown.append(
+                (f"best {best.title}", show_score(best.value), of_samples(f"at step {best.step:,}", best.samples))
+            )
+    width = max((len(value) for _, value, _ in shown), default=0)
+    for name, text, scope in shown[:_SHOWN_SCORES]:
+        yield (
+            harmless(name)[:_LABEL_WIDTH],
+            (f"{text:<{width}}" if scope else text, "bold"),
+            (f"  {scope}".rstrip(), "dim"),
+        )
+    if len(shown) > _SHOWN_SCORES:
+        yield "", f"and {len(shown) - _SHOWN_SCORES} more; see the report"
 
 
 def _about_rows(found: About) -> Iterator[tuple[str, str]]:

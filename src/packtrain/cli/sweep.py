@@ -208,17 +208,16 @@ def _drawn(table: SweepTable, most: int | None = None) -> Table:
     from rich.table import Table
 
     from packtrain.errors import harmless
-    from packtrain.units import show_score
 
     drawn = Table(box=None, pad_edge=False, header_style="dim")
     short = _short_names(table.parameters)
-    numbers = ("step", table.measure)
-    for column in ("run", "state", *short, "step", *([table.measure] if table.measure else [])):
+    numbers = ("step", table.score_head)
+    for column in ("run", "state", *short, "step", *([table.score_head] if table.measure else [])):
         drawn.add_column(harmless(column), justify="right" if column in numbers else "left")
     for row in table.rows[:most]:
         values = [row.values.get(name, "-") for name in table.parameters]
         cut = [value if len(value) <= _MAX_VALUE else f"{value[: _MAX_VALUE - 3]}..." for value in values]
-        score = [] if not table.measure else ["" if row.score is None else show_score(row.score)]
+        score = [table.score_of(row)] if table.measure else []
         drawn.add_row(*map(harmless, (row.run, row.standing, *cut, f"{row.step:,}", *score)))
     if most is not None and len(table.rows) > most:
         drawn.add_row(f"and {len(table.rows) - most} more")

@@ -28,7 +28,7 @@ from packtrain.report.page import Series
 from packtrain.report.summary import summarize
 from packtrain.run.liveness import EXIT_CODES
 from packtrain.run.run import Run
-from packtrain.units import counted, show_bytes, show_count, show_dollars, show_seconds
+from packtrain.units import counted, show_bytes, show_count, show_dollars, show_score, show_seconds
 
 _MACHINE_STYLES = {"working": "green", "starting": "cyan", "lost": "red", "left": "dim"}
 _LINE_STYLES = ("cyan", "yellow", "green", "magenta")
@@ -222,16 +222,15 @@ def _fitting(parts: Sequence[str], room: int) -> str:
 
 def _numbers(view: RunView) -> Text:
     one = view.overview
-    pairs = [] if one.loss is None else [("loss", f"{one.loss:.3f}")]
+    pairs = [] if one.loss is None else [("loss", f"{one.loss:.3f}")]  # of the last steps, as everywhere
     if one.rate is not None:
         pairs.append(("lr", f"{one.rate:.2g}"))
     if view.units_per_second:
         pairs.append((f"{one.unit}/s", show_count(view.units_per_second)))
-    headline = one.headline.rpartition(" ")
-    if headline[0]:
-        pairs.append((harmless(headline[0]), headline[2]))
-    if view.best is not None:
-        pairs.append(("best", f"{view.best[0]:.2f} at {view.best[1]:,}"))
+    if one.score is not None:
+        pairs.append((harmless(one.score.title), one.score.text))
+    if view.best is not None and view.best.step != one.step:
+        pairs.append(("best", f"{show_score(view.best.value)} at {view.best.step:,}"))
     parts = [part for name, value in pairs for part in ((f"{name} ", "dim"), (f"{value}  ", "bold"))]
     return Text.assemble(*parts) if parts else Text("no steps yet", "dim")
 

@@ -29,7 +29,7 @@ from packtrain.pack.given import read_sources
 from packtrain.pack.manifest import Manifest, find_manifest
 from packtrain.pack.packing import pack_later
 from packtrain.pack.workers import Workers
-from packtrain.recipes import EvaluationRequest, Recipe
+from packtrain.recipes import EvaluationRequest, Recipe, measure_of
 from packtrain.recipes.recipe import LAST_EPOCH, Measurement
 from packtrain.recipes.statistics import Floats, Statistic
 from packtrain.run.records import Sample
@@ -434,7 +434,7 @@ def compare(own: ModelScores, other: ModelScores) -> Comparison:
 def _verdict(own: ModelScores, other: ModelScores, differences: Mapping[str, Difference]) -> str:
     """Return a sentence about the score that decides which checkpoint of such a model is the best."""
     recipe = own.subject.recipe
-    name = recipe.job.checkpoint.best_by or recipe.best_metric
+    name = measure_of(recipe.job, type(recipe)).name
     if name not in differences:
         name = recipe.best_metric
     if name not in differences:

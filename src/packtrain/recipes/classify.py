@@ -264,16 +264,17 @@ class Classify(ImageRecipe[ImageBatches]):
         values = {"loss": total["loss"] / samples, "top1": 100 * total["top1"] / samples}
         if len(self.labels) > _TOP:  # with fewer classes top-5 would always be 100
             values["top5"] = 100 * total["top5"] / samples
+        counts = dict.fromkeys(values, int(total["samples"]))
         found = {sample: one for part in parts for sample, one in part.samples.items()}
         if found:
-            return Scores(values, samples=_wrong_first(found, decode_ids[:SHOWN_SAMPLES].tolist()))
+            return Scores(values, samples=_wrong_first(found, decode_ids[:SHOWN_SAMPLES].tolist()), counts=counts)
         predictions = [output for part in parts for output in part.outputs]
         shown = decode_ids[:SHOWN_SAMPLES]
         labels = self._labels(split, self.final_settings.size, shown).tolist() if predictions else []
         references = [self.labels[label] for label in labels]
         inputs = [f"image {sample}" for sample in shown.tolist()]
         rows = zip(inputs, references, predictions, strict=False)
-        return Scores(values, samples=tuple(Sample(*row) for row in rows))
+        return Scores(values, samples=tuple(Sample(*row) for row in rows), counts=counts)
 
     def statistics(self, split: str, ids: Ids, measured: Measurement) -> dict[str, Statistic]:  # noqa: ARG002
         rows = measured.rows

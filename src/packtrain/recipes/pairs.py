@@ -203,7 +203,8 @@ class PairRecipe(Recipe):
         # One at a time: the precision that a worker computes in holds for its own thread.
         outputs = self._outputs(network, pairs.source, request.decode_ids, decoding, on_batch=request.on_batch)
         rows = rows_in_order(request.ids, parts) if request.by_sample else {}
-        return Measurement({"loss": loss, "tokens": float(tokens)}, [texts[0] for texts, _ in outputs], rows)
+        sums = {"loss": loss, "tokens": float(tokens), "samples": float(len(request.ids))}
+        return Measurement(sums, [texts[0] for texts, _ in outputs], rows)
 
     def score(self, split: str, decode_ids: Ids, parts: Sequence[Measurement]) -> Scores:
         tokens = sum(part.sums["tokens"] for part in parts)
@@ -212,7 +213,12 @@ class PairRecipe(Recipe):
         references = self._references(split, decode_ids) if outputs else []
         inputs = self._texts(self.pairs[split].source, decode_ids[:SHOWN_SAMPLES])
         samples = tuple(Sample(*texts) for texts in zip(inputs, references, outputs, strict=False))
-        return replace(self.grade(loss, references, outputs), samples=samples)
+        graded = self.grade(loss, references, outputs)
+        # The loss, and what is computed from it, is of all samples; everything else of the outputs.
+        of_all = self.grade(loss, [], []).values
+        samples_of_all = int(sum(part.sums["samples"] for part in parts))
+        counts = {name: samples_of_all if name in of_all else len(outputs) for name in graded.values}
+        return replace(graded, samples=samples, counts=counts)
 
     def statistics(self, split: str, ids: Ids, measured: Measurement) -> dict[str, Statistic]:
         rows = measured.rows

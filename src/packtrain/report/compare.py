@@ -15,15 +15,14 @@ from typing import Any, Literal
 
 import yaml
 
-from packtrain.errors import PacktrainError
 from packtrain.job import Job
 from packtrain.job.job import DataSettings
-from packtrain.pack.manifest import find_manifest
 from packtrain.recipes import RECIPES, recipe_class
 from packtrain.report.goodput import LABELS, Goodput
 from packtrain.report.page import thin
+from packtrain.report.score import Score, score_title
 from packtrain.report.summary import summary_of
-from packtrain.run.liveness import State, attempt
+from packtrain.run.liveness import State
 from packtrain.run.records import Point
 from packtrain.run.run import Run, surviving
 from packtrain.units import counted
@@ -52,8 +51,9 @@ NoiseVerdict = Literal["beyond noise", "within noise", "unknown"]
 class ComparedRun:
     """A run as a comparison needs it. `points` survived; `workers` and `machines` are those of its last generation.
 
-    `lower` has the scores that should be low, `limits` the most that a score can be where it is between 0 and that, and
-    `samples` how many samples each split has. `code` is a digest, empty if the run has no code of its own.
+    `score` is the one that counts. `lower` has the scores that should be low, `limits` the most that a score can be
+    where it is between 0 and that, and `counts` of how many samples each score is. `code` is a digest, empty if the run
+    has no code of its own.
     """
 
     letter: str
@@ -73,7 +73,8 @@ class ComparedRun:
     pack: str = ""
     code: str = ""
     limits: Mapping[str, float] = field(default_factory=dict)
-    samples: Mapping[str, int] = field(default_factory=dict)
+    counts: Mapping[str, int] = field(default_factory=dict)
+    score: Score | None = None
 
     @property
     def steps(self) -> list[Point]:
@@ -134,7 +135,8 @@ class PairedTest:
 class ScoreGap:
     """The difference of a score of two runs, and what decides if it is more than noise.
 
-    `noise` is how far two equal runs may be apart, in 95 of 100 cases; None if that is not known.
+    `noise` is how far two equal runs may be apart, in 95 of 100 cases; None if that is not known. `samples` says of how
+    many samples the scores of both are.
     """
 
     base: str
@@ -146,6 +148,13 @@ class ScoreGap:
     verdict: NoiseVerdict
     better: str
     decided: str
+    samples: tuple[int | None, int | None] = (None, None)
+
+    @property
+    def title(self) -> str:
+        """The name of the score, and of how many samples it is: `valid bleu (100 samples)`."""
+        known = [f"{count:,}" for count in dict.fromkeys(self.samples) if count is not None]
+        return score_title(self.score) + (f" ({' and '.join(known)} samples)" if known else "")
 
 
 @dataclass(frozen=True)
@@ -206,18 +215,9 @@ def gather(run: Run, letter: str, state: State) -> ComparedRun:
         pack,
         hashlib.sha256(run.code).hexdigest()[:12] if run.job.has_own_code else "",
         {} if recipe is None else recipe.limits,
-        _samples(run, pack, result is not None and result.status == "finished"),
+        summary.counts,
+        summary.score,
     )
-
-
-def _samples(run: Run, pack: str, finished: bool) -> dict[str, int]:
-    """Return how many samples the scores of each split are of, at least; nothing if the pack is gone."""
-    manifest = attempt(lambda: find_manifest(run.store, pack)) if pack else None
-    if manifest is None or isinstance(manifest, PacktrainError):
-        return {}
-    # Until the end, outputs are those of a part of the split.
-    most = math.inf if finished else run.job.evaluate.samples
-    return {name: int(min(split.samples, most)) for name, split in manifest.splits.items()}
 
 
 def compare_runs(runs: Sequence[ComparedRun], tests: Tests | None = None) -> RunComparison:
@@ -241,7 +241,8 @@ def as_json(found: RunComparison) -> dict[str, Any]:
             {
                 "letter": one.letter, "run": one.name, "state": one.state, "step": one.step, "seconds": one.seconds,
                 "machines": one.machines, "workers": one.workers, "unit": one.unit,
-                "units_per_second": units_per_second(one), "scores": dict(one.scores), "time": one.goodput.parts,
+                "units_per_second": units_per_second(one), "score": None if one.score is None else asdict(one.score),
+                "scores": dict(one.scores), "samples": dict(one.counts), "time": one.goodput.parts,
             }
             for one in found.runs
         ],
@@ -512,7 +513,8 @@ def _gap(name: str, base: ComparedRun, other: ComparedRun, seeds: Spread | None,
     is_lower = measure in base.lower or (base.job.recipe is None and measure.endswith("loss"))
     other_leads = (second > first) != is_lower
     better = "" if first == second or verdict != "beyond noise" else other.letter if other_leads else base.letter
-    return ScoreGap(base.letter, other.letter, name, first, second, noise, verdict, better, decided)
+    samples = base.counts.get(name), other.counts.get(name)
+    return ScoreGap(base.letter, other.letter, name, first, second, noise, verdict, better, decided, samples)
 
 
 def _judged(
@@ -525,6 +527,8 @@ def _judged(
         return None, "unknown", fault
     if not math.isfinite(gap):
         return None, "unknown", "a score is not a number"
+    if base.counts.get(name) != other.counts.get(name):
+        return None, "unknown", "the scores are of different numbers of samples"
     if paired is not None:
         text = f"paired bootstrap on the same samples: p = {paired.p_value:.3f}"
         return None, "beyond noise" if paired.significant else "within noise", text
@@ -557,11 +561,11 @@ def _judged_widely(
 
 def _noise_bound(run: ComparedRun, name: str) -> float | None:
     """Return more than a score of this run is off by chance, in 95 of 100 cases; None if nothing bounds it."""
-    split, _, measure = name.partition(".")
+    measure = name.partition(".")[2]
     spread = spread_near_end(run, measure)
     if spread is not None:
         return _t(spread.freedom) * spread.deviation
-    wander, limit, count = _wander(run, measure), run.limits.get(measure), run.samples.get(split, 0)
+    wander, limit, count = _wander(run, measure), run.limits.get(measure), run.counts.get(name, 0)
     if limit is None or not count:
         return None if wander is None else 2 * wander
     # The mean of numbers between 0 and a limit has a standard error of at most half the limit over the root of n.

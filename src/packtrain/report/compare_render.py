@@ -19,6 +19,7 @@ from packtrain.report.compare import (
 )
 from packtrain.report.goodput import LABELS
 from packtrain.report.page import Series, html_table, line_chart, nice_ticks, page, thin
+from packtrain.report.score import of_samples
 from packtrain.units import show_count, show_score, show_seconds
 
 _CHART_WIDTH, _CHART_HEIGHT = 80, 12
@@ -60,14 +61,17 @@ def text_lines(found: RunComparison, width: int) -> list[str]:
 
 def _run_lines(runs: Sequence[ComparedRun], width: int) -> list[str]:
     """Return the table of runs, or two if one is too wide. What all speeds or scores have in common is in the head."""
-    speeds, scores = [_speed(one) for one in runs], [_headline(one) for one in runs]
+    speeds = [_speed(one) for one in runs]
     units = {one.rpartition(" ")[2] for one in speeds if one}
-    measures = {one.rpartition(" ")[0] for one in scores if one}
+    titles = {of_samples(one.score.title, one.score.samples) for one in runs if one.score}
     if len(units) == 1:
         speeds = [one.rpartition(" ")[0] for one in speeds]
-    if len(measures) == 1:
-        scores = [one.rpartition(" ")[2] for one in scores]
-    speed, score = units.pop() if len(units) == 1 else "speed", measures.pop() if len(measures) == 1 else "score"
+    is_shared = len(titles) == 1
+    scores = [
+        "" if one.score is None else show_score(one.score.value) if is_shared else f"{one.score.title} {one.score.text}"
+        for one in runs
+    ]
+    speed, score = units.pop() if len(units) == 1 else "speed", titles.pop() if is_shared else "score"
     heads = ["", "run", "state", "step", "time", "workers"]
     rows = [
         [one.letter, one.name, one.state, f"{one.step:,}", show_seconds(one.seconds), str(one.workers)] for one in runs
@@ -120,7 +124,7 @@ def _gap_lines(gaps: Sequence[ScoreGap], width: int) -> list[str]:
     lines = []
     for one in gaps:
         values = f"{one.base} {show_score(one.base_value)}  {one.other} {show_score(one.other_value)}"
-        lines.append(f"  {one.score.replace('.', ' '):<14}  {values}  {gap_words(one)}")
+        lines.append(f"  {one.title:<14}  {values}  {gap_words(one)}")
         lines += _wrapped(one.decided, "    ", width)
     return lines
 
@@ -197,13 +201,6 @@ def _speed(run: ComparedRun) -> str:
     return "" if speed is None else f"{show_count(speed)} {run.unit}/s"
 
 
-def _headline(run: ComparedRun) -> str:
-    for name in (f"test.{run.measure}", f"valid.{run.measure}", "valid.loss"):
-        if name in run.scores:
-            return f"{name.replace('.', ' ')} {show_score(run.scores[name])}"
-    return ""
-
-
 # The page.
 
 
@@ -231,7 +228,7 @@ def _runs_section(found: RunComparison) -> str:
         [
             _named(found, one.letter), escape(one.name), escape(one.state), f"{one.step:,}",
             show_seconds(one.seconds), str(one.machines), str(one.workers), escape(_speed(one)),
-            escape(_headline(one)),
+            "" if one.score is None else escape(f"{one.score.title} {one.score.text}"),
         ]
         for one in found.runs
     ]  # fmt: skip
@@ -243,7 +240,7 @@ def _scores_section(found: RunComparison) -> str:
         return ""
     rows = [
         [
-            escape(one.score.replace(".", " ")),
+            escape(one.title),
             f'<span class="value">{_named(found, one.base)} {show_score(one.base_value)}</span>',
             f'<span class="value">{_named(found, one.other)} {show_score(one.other_value)}</span>',
             f"<b>{escape(gap_words(one))}</b>",

@@ -16,11 +16,12 @@ from typing import Literal
 
 from packtrain.backoff import SLOW_ANSWERS
 from packtrain.job import Job
-from packtrain.recipes import Recipe, built_in
+from packtrain.recipes import measure_of
 from packtrain.report.cost import seconds_to_goal, share_done
 from packtrain.report.goodput import LABELS
 from packtrain.report.page import Series
-from packtrain.report.summary import Overview, overview_of, step_seconds, units_per_second
+from packtrain.report.score import Score, better_score
+from packtrain.report.summary import RECENT_STEPS, Overview, overview_of, step_seconds, units_per_second
 from packtrain.run.liveness import State, StateWatch
 from packtrain.run.records import Event, Generation, Lease, LogLine, Point, Telemetry
 from packtrain.run.run import Run
@@ -30,7 +31,6 @@ Line = tuple[tuple[float, float], ...]
 
 _MAX_POINTS = 400  # of a curve: more than a terminal has columns, or a chart of a page has pixels to tell apart
 _MAX_LOGGED = 20  # curves of a program's own numbers
-_RECENT_STEPS = 100  # for speed, loss and where the time goes
 _KEPT_EVENTS, _KEPT_LINES, _KEPT_CHARACTERS = 200, 200, 500
 _LOG_CHUNKS = 20  # of each machine: they are small
 _LOOK_SECONDS = 1.0  # of reading at a time: a long history is drawn while it is read
@@ -84,8 +84,8 @@ class MachineView:
 class RunView:
     """A run at a moment. `curves` are named as in `train.loss`, `valid.bleu` and `log.accuracy`; `speed` is units/s.
 
-    `spans` are the shares of the last steps' time. `best` is a score and its step. `is_complete` is False while older
-    parts of its history are still being read.
+    `spans` are the shares of the last steps' time. `is_complete` is False while older parts of its history are still
+    being read.
     """
 
     overview: Overview
@@ -93,7 +93,7 @@ class RunView:
     units_per_second: float | None
     seconds_left: float | None
     budget_seconds_left: float | None
-    best: tuple[float, int] | None
+    best: Score | None
     curves: Mapping[str, Line]
     spans: Mapping[str, float]
     generation: int
@@ -132,12 +132,10 @@ class History:
 
     def __init__(self, job: Job) -> None:
         self._unit = job.train.batch.unit if job.recipe is not None else ""
-        recipe = built_in(job.recipe) or Recipe  # a recipe of the user's own names its score in the job
-        self._measure = str(job.checkpoint.best_by or getattr(recipe, "best_metric", ""))
-        self._sign = -1 if self._measure in recipe.lower_is_better else 1
+        self._measure = measure_of(job)
         self._curves: defaultdict[str, GrowingLine] = defaultdict(GrowingLine)
-        self._scores: list[tuple[float, int]] = []  # the best so far, each with its step: a restart may discard some
-        self._steps: deque[Point] = deque(maxlen=_RECENT_STEPS)
+        self._bests: list[Score] = []  # so far, one after the other: a restart may discard some
+        self._steps: deque[Point] = deque(maxlen=RECENT_STEPS)
         self._evaluations: dict[str, Point] = {}
         self._logged: set[str] = set()
         self.started: Point | None = None
@@ -163,10 +161,9 @@ class History:
             for name, value in point.values.items():
                 if not name.endswith("_seconds"):
                     self._put(f"{point.kind}.{name}", point, value)
-            score = point.values.get(self._measure, math.nan)
-            is_best = not self._scores or self._sign * (score - self._scores[-1][0]) > 0
-            if point.kind == "valid" and math.isfinite(score) and is_best:
-                self._scores.append((score, point.step))
+            best = better_score(self._measure, self.best, point)
+            if best is not None and best is not self.best:
+                self._bests.append(best)
 
     def _put(self, name: str, point: Point, value: float | None) -> None:
         if value is not None:
@@ -176,9 +173,9 @@ class History:
         self.started = point
         for curve in self._curves.values():
             curve.cut(point.step)
-        self._scores = [one for one in self._scores if one[1] <= point.step]
+        self._bests = [score for score in self._bests if score.step <= point.step]
         # Speed and time left are those of the current generation, but its first steps are yet to come.
-        self._steps = deque((one for one in self._steps if one.step <= point.step), maxlen=_RECENT_STEPS)
+        self._steps = deque((one for one in self._steps if one.step <= point.step), maxlen=RECENT_STEPS)
 
     @property
     def steps(self) -> list[Point]:
@@ -191,8 +188,8 @@ class History:
         return [*self.steps, *self._evaluations.values()]
 
     @property
-    def best(self) -> tuple[float, int] | None:
-        return self._scores[-1] if self._scores else None
+    def best(self) -> Score | None:
+        return self._bests[-1] if self._bests else None
 
     def curves(self) -> dict[str, Line]:
         return {name: line for name, curve in self._curves.items() if (line := curve.line())}

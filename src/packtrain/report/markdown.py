@@ -10,7 +10,9 @@ from packtrain.report.evidence import Evidence
 from packtrain.report.finding import Finding, Rows, Text
 from packtrain.report.render import MARKS, TOPICS, newest_samples
 from packtrain.report.sample_view import confusions
+from packtrain.report.score import score_title
 from packtrain.run.records import Sample
+from packtrain.units import show_score
 
 _SPECIAL = re.compile(r"([\\`*_\[\]<>|#~$])")
 _TEXT_LENGTH = 300
@@ -26,8 +28,11 @@ def _lines(evidence: Evidence, findings: Sequence[Finding]) -> Iterator[str]:
     if evidence.job.parent is not None:
         yield from ("", f"Started from {plain(evidence.job.parent.identified)}.")
     if summary.scores:
-        scores = sorted(summary.scores.items())
-        yield from ("", *table_lines(Rows(("score", "value"), tuple((name, f"{value:.4g}") for name, value in scores))))
+        rows = tuple(
+            (score_title(name), show_score(value), f"{summary.counts[name]:,}" if name in summary.counts else "")
+            for name, value in sorted(summary.scores.items())
+        )
+        yield from ("", *table_lines(Rows(("score", "value", "samples"), rows)))
     for topic, title in TOPICS.items():
         own = [finding for finding in findings if finding.topic == topic]
         if own:

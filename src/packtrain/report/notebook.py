@@ -19,7 +19,7 @@ from packtrain.report.live import LiveRun, RunView, RunWatcher
 from packtrain.report.plot import Plot
 from packtrain.report.summary import Overview
 from packtrain.run.run import Run
-from packtrain.units import counted, show_count, show_dollars, show_seconds
+from packtrain.units import counted, show_count, show_dollars, show_score, show_seconds
 
 _UPDATE_SECONDS, _PRINT_SECONDS = 2.0, 15.0
 _CHARTS, _EVENTS, _TEXT_LENGTH = 2, 4, 120
@@ -139,11 +139,13 @@ def _facts(view: RunView) -> str:
     if view.seconds_left is not None:
         facts.append(("left", show_seconds(view.seconds_left)))
     if one.loss is not None:
-        facts.append(("loss", f"{one.loss:.3f}"))
+        facts.append((f"loss (last {counted(one.loss_steps, 'step')})", f"{one.loss:.3f}"))
     if view.units_per_second:
         facts.append((f"{one.unit}/s", show_count(view.units_per_second)))
+    # Without a validation split the score that counts is the one of the test split.
+    facts += [(score.title, score.text) for score in dict.fromkeys((one.score, one.test)) if score is not None]
     if view.best is not None:
-        facts.append((f"best {one.measure}", f"{view.best[0]:.2f} at step {view.best[1]:,}"))
+        facts.append((f"best {view.best.title}", f"{show_score(view.best.value)} at step {view.best.step:,}"))
     if one.seconds:
         facts.append(("time", show_seconds(one.seconds)))
     if one.cost is not None:
@@ -152,7 +154,7 @@ def _facts(view: RunView) -> str:
     if working:
         facts.append(("", counted(working, "machine")))
     return "<div>" + "".join(
-        f'<span style="margin-right:1.2em;white-space:nowrap"><span style="{_DIM}">{escape(name)}</span>'
+        f'<span style="margin-right:1.2em;white-space:nowrap"><span style="{_DIM}">{_plain(name)}</span>'
         f" <b>{escape(value)}</b></span>"
         for name, value in facts
     ) + "</div>"  # fmt: skip

@@ -14,7 +14,8 @@ from packtrain.report.goodput import LABELS
 from packtrain.report.page import POLICY, Series, html_table, line_chart, page, wide
 from packtrain.report.sample_view import STYLE as SAMPLE_STYLE
 from packtrain.report.sample_view import confusions, cut, samples_html
-from packtrain.report.summary import Summary, score_name, step_seconds
+from packtrain.report.score import of_samples, score_title
+from packtrain.report.summary import Summary, step_seconds
 from packtrain.run.records import Event, Point, Sample
 from packtrain.units import counted, show_count, show_dollars, show_score, show_seconds
 
@@ -122,7 +123,10 @@ def _figures(summary: Summary) -> str:
     """Show the numbers that people look for first."""
     # The score that counts comes first, and the test split before validation.
     names = sorted(summary.scores, key=lambda name: (not f".{name}".endswith(f".{summary.measure}"), name))
-    shown = [(harmless(score_name(name)), show_score(summary.scores[name])) for name in names[:_MAX_SCORES]]
+    shown = [
+        (of_samples(harmless(score_title(name)), summary.counts.get(name)), show_score(summary.scores[name]))
+        for name in names[:_MAX_SCORES]
+    ]
     # Of a program that logs nothing, only its commits are known.
     noun = "step" if summary.unit else "commit"
     shown.append((noun if summary.step == 1 else f"{noun}s", show_count(summary.step)))

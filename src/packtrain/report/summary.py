@@ -5,20 +5,23 @@ from __future__ import annotations
 from collections.abc import Container, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
+from functools import partial, reduce
 from typing import Any
 
 from packtrain.job import Job
-from packtrain.recipes import RECIPES, recipe_class
+from packtrain.recipes import Measure, measure_of
 from packtrain.report.cost import Cost, cost_of, goal_step
 from packtrain.report.goodput import Goodput, goodput
+from packtrain.report.score import Score, better_score, score_of, scores_of
 from packtrain.run.checkpoint import last_step
 from packtrain.run.liveness import State
 from packtrain.run.records import DamagedRecord, Lease, Notes, Point, Result
 from packtrain.run.run import Run, surviving
 from packtrain.system import this_client
-from packtrain.units import counted, show_score
+from packtrain.units import counted
 
-_RECENT_STEPS = 50
+RECENT_STEPS = 50
+"""Of these last steps are the loss and the speed of a run: those of a single step are mostly noise."""
 _LOSSES = ("loss", "train/loss", "train_loss", "loss/train")  # what programs call it, as do the tools they use
 _RATES = ("rate", "lr", "learning_rate", "train/learning_rate", "train/lr")
 _EVALUATED = ("val", "eval", "test", "acc")  # the start of a number that says how good a program's model is
@@ -28,7 +31,12 @@ _BETWEEN_STEPS = ("start", "evaluation", "save")  # spans that a point includes,
 
 @dataclass(frozen=True)
 class Overview:
-    """A run in a list of many. `goal` is the step at which it ends, if that is known."""
+    """A run in a list of many. `goal` is the step at which it ends, if that is known.
+
+    `loss` is the mean of the last `loss_steps` steps that have one. `score` is the one that counts, by its `measure`,
+    which should be low if `lower`, and `test` the same on the test split; `counts` says of how many samples each of the
+    `scores` is.
+    """
 
     run: str
     state: State
@@ -37,11 +45,16 @@ class Overview:
     step: int
     goal: int | None
     loss: float | None
+    loss_steps: int
     rate: float | None
     measure: str
+    lower: bool
     unit: str
     seconds: float
+    score: Score | None
+    test: Score | None
     scores: dict[str, float]
+    counts: dict[str, int]
     signatures: dict[str, str]
     cost: Cost | None
 
@@ -59,11 +72,8 @@ class Overview:
 
     @property
     def headline(self) -> str:
-        """The score to show if there is room for one: `test bleu 20.12`."""
-        for name in (f"test.{self.measure}", f"valid.{self.measure}", "valid.loss", self.measure):
-            if name in self.scores:
-                return f"{score_name(name)} {show_score(self.scores[name])}"
-        return ""
+        """The score that counts: `valid bleu 20.12 (100 samples)`."""
+        return "" if self.score is None else f"{self.score.title} {self.score.text}"
 
 
 @dataclass(frozen=True)
@@ -88,8 +98,12 @@ class MachineSummary:
 
 @dataclass(frozen=True)
 class Summary(Overview):
-    """A run in full. `units_per_second` covers the last steps while it runs, and all steps once it has ended."""
+    """A run in full. `units_per_second` covers the last steps while it runs, and all steps once it has ended.
 
+    `best` is the best score of the evaluations during training, which all measure the same samples.
+    """
+
+    best: Score | None
     generations: int
     units_per_second: float | None
     machines: tuple[MachineSummary, ...] = ()
@@ -115,17 +129,18 @@ def is_started_here(run: Run) -> bool:
 def overview(run: Run, state: State) -> Overview:
     """Read only the end of a run, back to its last evaluation."""
     result, job = run.result(), run.job
-    # A result with scores replaces the search for the last evaluation, which may be thousands of steps back.
-    points = run.recent_points(_RECENT_STEPS, is_evaluated(job) and not (result and result.scores))
+    points = run.recent_points(RECENT_STEPS, is_evaluated(job, result))
     # The leases of a large run are many objects to read: they tell what it costs, and how long a program has run.
     is_needed = job.fleet.dollars_per_hour is not None or (job.program is not None and result is None)
     leases = run.leases() if is_needed else ()
     return overview_of(run, state, points, result, leases)
 
 
-def is_evaluated(job: Job) -> bool:
-    """True if the validation split is measured now and then."""
-    return job.recipe is not None and job.evaluate.every is not None and bool(job.data and job.data.has_valid)
+def is_evaluated(job: Job, result: Result | None) -> bool:
+    """True if the validation split was measured: now and then, and at the end."""
+    if job.recipe is None or not job.data.has_valid:
+        return False
+    return job.evaluate.every is not None or (result is not None and result.status == "finished")
 
 
 def overview_of(
@@ -147,9 +162,10 @@ def summary_of(run: Run, state: State, raw: Sequence[Point], result: Result | No
     steps = [point for point in points if point.is_step]
     return Summary(
         **{**known, "seconds": max(known["seconds"], times.seconds)},
+        best=reduce(partial(better_score, Measure(known["measure"], known["lower"])), points, None),
         generations=len(generations),
         # A running run shows its current speed, a finished one its average.
-        units_per_second=units_per_second(steps if result else steps[-_RECENT_STEPS:], known["unit"]),
+        units_per_second=units_per_second(steps if result else steps[-RECENT_STEPS:], known["unit"]),
         machines=tuple(
             MachineSummary(
                 node.node, node.workers, not node.left and state == "running",
@@ -166,14 +182,10 @@ def _overview_fields(
 ) -> dict[str, Any]:
     """Return the fields of an `Overview`; `points` are the surviving ones, or the last of them."""
     job, steps = run.job, [point for point in points if point.is_step]
-    recent = steps[-_RECENT_STEPS:]
-    scores = {
-        point.column(name): value  # later points overwrite earlier ones
-        for point in points
-        if point.kind in ("valid", "test", "log")
-        for name, value in point.values.items()
-        if not name.endswith("_seconds")
-    }
+    recent = steps[-RECENT_STEPS:]
+    losses = recent_losses(steps)
+    scores = scores_of(points, result)
+    measure = measure_of(job) if job.recipe is not None else Measure(_measure_of(steps))
     return {
         "run": run.name,
         "state": state,
@@ -184,15 +196,17 @@ def _overview_fields(
         + (f", {job.data.share} held out to validate" if job.data.held_out else ""),
         "step": _step(run, steps, result),
         "goal": goal_step(job, steps[-1] if steps else None),
-        "loss": mean_loss(recent),
+        "loss": sum(losses) / len(losses) if losses else None,  # one of them may be infinite
+        "loss_steps": len(losses),
         "rate": next((rate for point in reversed(recent) if (rate := _first_of(point, _RATES)) is not None), None),
-        # A job with the user's own recipe names its score: showing a run must not execute the user's code.
-        "measure": recipe_class(job.recipe).best_metric
-        if job.recipe is not None and job.recipe in RECIPES
-        else job.checkpoint.best_by or _measure_of(steps),
+        "measure": measure.name,
+        "lower": measure.lower,
         "unit": job.train.batch.unit if job.recipe else "steps" if steps else "",
         "seconds": _seconds(job, steps, result, leases),
-        "scores": scores | (result.scores if result else {}),
+        "score": score_of(scores, measure),
+        "test": scores.get(f"test.{measure.name}"),
+        "scores": {name: score.value for name, score in scores.items()},
+        "counts": {name: score.samples for name, score in scores.items() if score.samples is not None},
         "signatures": result.signatures if result else {},
         "cost": cost_of(job, leases, state == "running", recent),
     }
@@ -219,9 +233,9 @@ def _measure_of(steps: Sequence[Point]) -> str:
     return next((name for name in names if name.lower().startswith(_EVALUATED)), "")
 
 
-def mean_loss(steps: Sequence[Point]) -> float | None:
-    losses = [loss for point in steps if (loss := loss_of(point)) is not None]
-    return sum(losses) / len(losses) if losses else None
+def recent_losses(steps: Sequence[Point]) -> list[float]:
+    """Return the training losses of the last steps; their mean is what every view shows as the loss of a run."""
+    return [loss for point in steps[-RECENT_STEPS:] if (loss := loss_of(point)) is not None]
 
 
 def loss_name(names: Container[str]) -> str | None:
@@ -236,12 +250,6 @@ def loss_of(point: Point) -> float | None:
 
 def _first_of(point: Point, names: Sequence[str]) -> float | None:
     return next((point.values[name] for name in names if name in point.values), None)
-
-
-def score_name(name: str) -> str:
-    """Return the name of a score for people: `test bleu`; a program's own names stay as they are."""
-    kind, dot, rest = name.partition(".")
-    return f"{kind} {rest}" if dot and kind in ("valid", "test") else name
 
 
 def units_per_second(steps: Sequence[Point], unit: str) -> float | None:

@@ -13,6 +13,7 @@ from packtrain.report.compare_render import STYLE
 from packtrain.report.finding import Rows
 from packtrain.report.markdown import plain, table_lines
 from packtrain.report.page import html_table, page
+from packtrain.report.score import Score, of_samples, scores_of
 from packtrain.run.liveness import State, attempt, states_now
 from packtrain.run.run import Run
 from packtrain.run.sweeps import RungResult, Sweep, SweepPlan, Trial, is_paused
@@ -36,7 +37,8 @@ _PLOT_STYLE = """
 class SweepRow:
     """A run of a sweep. `state` is that of the run, or `waiting` before it starts; `standing` says it in words.
 
-    `score` is the last one of the sweep's measure on the validation split; None if there is none yet.
+    `score` is the run's last one of the sweep's measure on the validation split, of so many `samples`; None if there is
+    none yet. A run that was stopped early was so at a `rung`.
     """
 
     trial: int
@@ -48,6 +50,8 @@ class SweepRow:
     step: int
     stopped_early: bool
     loss: float | None = None
+    samples: int | None = None
+    rung: int = 0
 
 
 @dataclass(frozen=True)
@@ -67,6 +71,19 @@ class SweepTable:
         """The number of runs that train no more."""
         over = ("finished", "failed", "stopped")
         return sum(row.stopped_early or (row.state in over and row.standing == row.state) for row in self.rows)
+
+    @property
+    def score_head(self) -> str:
+        """The head of the scores, which says of how many samples they are if that is the same for all."""
+        counts = {row.samples for row in self.rows if row.score is not None}
+        return of_samples(self.measure, counts.pop()) if len(counts) == 1 else self.measure
+
+    def score_of(self, row: SweepRow) -> str:
+        """Return the score of a row as the table shows it below its head."""
+        if row.score is None:
+            return ""
+        is_in_head = self.score_head != self.measure
+        return of_samples(show_score(row.score), None if is_in_head else row.samples)
 
     @property
     def best(self) -> SweepRow | None:
@@ -99,24 +116,34 @@ def _row(
         return SweepRow(trial.number, trial.run, "?", str(found), trial.values, None, 0, early)
     score, loss, step, paused = found
     standing = f"stopped early at rung {lost}" if early else "paused at its rung" if paused else state
-    return SweepRow(trial.number, trial.run, state, standing, trial.values, score, step, early, loss)
+    value, samples = (None, None) if score is None else (score.value, score.samples)
+    return SweepRow(
+        trial.number, trial.run, state, standing, trial.values, value, step, early, loss, samples, lost or 0
+    )
 
 
-def _order(row: SweepRow, lower: bool) -> tuple[bool, float, float, int]:
-    """Return the sort key: by score, equal ones by loss, those without a score last."""
+def _order(row: SweepRow, lower: bool) -> tuple[bool, float, float, float, int]:
+    """Return the sort key: by score, equal ones by loss, those without a score last.
+
+    Runs that were stopped early follow those that beat them: their scores are of fewer steps, and may be of fewer
+    samples.
+    """
     score = 0.0 if row.score is None else row.score if lower else -row.score
-    return row.score is None, score, math.inf if row.loss is None else row.loss, row.trial
+    early = -row.rung if row.stopped_early else -math.inf
+    return row.score is None, early, score, math.inf if row.loss is None else row.loss, row.trial
 
 
-def _progress(run: Run, plan: SweepPlan) -> tuple[float | None, float | None, int, bool]:
+def _progress(run: Run, plan: SweepPlan) -> tuple[Score | None, float | None, int, bool]:
     """Return the last score and loss, the last step, and True if the run only waits for the others at its rung."""
     points, result = run.recent_points(1, bool(plan.measure)), run.result()
-    values = [point.values for point in points if point.kind == "valid"]
-    score, loss = (
-        found if math.isfinite(found := values[-1].get(name, math.nan)) else None
-        for name in (plan.measure, "loss")
-    ) if values else (None, None)  # fmt: skip
-    return score, loss, max((point.step for point in points), default=0), result is not None and is_paused(result)
+    scores = {name: score for name, score in scores_of(points, result).items() if math.isfinite(score.value)}
+    loss = scores.get("valid.loss")
+    return (
+        scores.get(f"valid.{plan.measure}"),
+        None if loss is None else loss.value,
+        max((point.step for point in points), default=0),
+        result is not None and is_paused(result),
+    )
 
 
 def rungs_in_words(plan: SweepPlan) -> str:
@@ -159,19 +186,20 @@ def sweep_markdown(table: SweepTable) -> str:
         lines += ["", f"Best so far: {plain(_best_in_words(table, table.best))}"]
     rows = tuple(
         (row.run, row.standing, *(row.values.get(name, "-") for name in table.parameters), f"{row.step:,}",
-         "" if row.score is None else show_score(row.score))
+         table.score_of(row))
         for row in table.rows
     )  # fmt: skip
     return "\n".join([*lines, "", *table_lines(Rows(_heads(table), rows)), ""])
 
 
 def _heads(table: SweepTable) -> tuple[str, ...]:
-    return ("run", "state", *table.parameters, "step", table.measure)
+    return ("run", "state", *table.parameters, "step", table.score_head)
 
 
 def _best_in_words(table: SweepTable, best: SweepRow) -> str:
     values = ", ".join(f"{name} = {value}" for name, value in best.values.items())
-    return f"{best.run}, {table.measure} {show_score(best.score or 0.0)}, with {values}."
+    score = of_samples(f"{table.measure} {show_score(best.score or 0.0)}", best.samples)
+    return f"{best.run}, {score}, with {values}."
 
 
 # The page.
@@ -190,7 +218,7 @@ def sweep_page(table: SweepTable) -> str:
             escape(row.standing),
             *(f"<code>{escape(row.values.get(name, '-'))}</code>" for name in table.parameters),
             f"{row.step:,}",
-            "" if row.score is None else f"<b>{show_score(row.score)}</b>",
+            f"<b>{escape(table.score_of(row))}</b>",
         ]
         for row in table.rows
     ]

@@ -98,7 +98,7 @@ class PointWriter(ChunkWriter[Point]):
         return (
             first is not None
             and self._rows < _MAX_ROWS
-            and not (first.samples or point.samples or point.kind == "start")
+            and not (first.samples or point.samples or first.counts or point.counts or point.kind == "start")
             and (first.kind, first.generation) == (point.kind, point.generation)
             and list(first.values) == list(point.values)
             and max(first.step, point.step) <= _MAX_STEP

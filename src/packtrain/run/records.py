@@ -372,7 +372,7 @@ class Point:
     """Measurements at a step. `start` marks the step that a generation resumes from.
 
     A step of a recipe, `train`, has at least those that its readers need. A program's step, `log`, has what the program
-    has logged, under names of its own.
+    has logged, under names of its own. `counts` says of how many samples the scores of an evaluation are.
     """
 
     kind: Literal["start", "train", "valid", "test", "log"]
@@ -381,6 +381,7 @@ class Point:
     time: Time
     values: Measurements
     samples: Many[Sample] = ()
+    counts: dict[Label, Count] = field(default_factory=dict)
 
     @property
     def is_step(self) -> bool:
@@ -435,7 +436,7 @@ Status = Literal["finished", "failed", "stopped"]
 
 @dataclass(frozen=True)
 class Result:
-    """How a run ended."""
+    """How a run ended. `scores` are of the full test split, or else of the full validation split, if it finished."""
 
     status: Status
     reason: str
@@ -444,6 +445,7 @@ class Result:
     scores: dict[Label, float] = field(default_factory=dict)
     signatures: dict[Label, str] = field(default_factory=dict)
     samples: Many[Sample] = ()
+    counts: dict[Label, Count] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)

@@ -13,7 +13,7 @@ from pathlib import Path
 from packtrain.errors import Mistake
 from packtrain.job.load import LoadedJob
 from packtrain.pack.build import PackProgress, PlainProgress
-from packtrain.recipes import recipe_class
+from packtrain.recipes import Measure, measure_of, recipe_class
 from packtrain.run.sweeps import Rung, Sweep, SweepPlan, Trial, create_trial_run
 from packtrain.run.uses import refuse_discarded
 from packtrain.start import NewRun, load, prepare_run
@@ -53,7 +53,7 @@ def prepare_sweep(request: SweepRequest) -> PreparedSweep:
     combinations = combinations_of(axes, request.draws, request.seed)
     jobs = [_load(request, combination) for combination in combinations]
     _check_different(jobs, combinations)
-    measure, lower = _measure(jobs)
+    measure = _measure(jobs)
     rungs = _rungs(jobs) if request.halving else ()
     fleets = {loaded.job.fleet.model_dump_json() for loaded in jobs}
     # Where the fleet itself is swept, every run has its own; how many fit beside each other is not known.
@@ -68,7 +68,7 @@ def prepare_sweep(request: SweepRequest) -> PreparedSweep:
     fields = tuple(axis.field for axis in axes)
     unit = jobs[0].job.train.duration.unit if jobs[0].job.recipe is not None else "seconds"
     first = jobs[0].job.name
-    plan = SweepPlan(name, first, digest, fields, trials, parallel, fleet, measure, lower, rungs, unit)
+    plan = SweepPlan(name, first, digest, fields, trials, parallel, fleet, measure.name, measure.lower, rungs, unit)
     return PreparedSweep(plan, jobs)
 
 
@@ -95,18 +95,13 @@ def _check_different(jobs: Sequence[LoadedJob], combinations: Sequence[Combinati
             raise Mistake(f"--grid: {names[0]} and {names[1]} are the same job")
 
 
-def _measure(jobs: Sequence[LoadedJob]) -> tuple[str, bool]:
-    """Return the score that decides and True if it should be low; a program has none."""
+def _measure(jobs: Sequence[LoadedJob]) -> Measure:
     found = set()
     for loaded in jobs:
-        if loaded.job.recipe is None:
-            found.add(("", False))
-            continue
-        recipe = recipe_class(loaded.job.recipe, loaded.code)
-        name = loaded.job.checkpoint.best_by or recipe.best_metric
-        found.add((name, name in recipe.lower_is_better))
+        recipe = None if loaded.job.recipe is None else recipe_class(loaded.job.recipe, loaded.code)
+        found.add(measure_of(loaded.job, recipe))
     if len(found) > 1:
-        names = ", ".join(sorted(name or "none" for name, _ in found))
+        names = ", ".join(sorted(measure.name or "none" for measure in found))
         raise Mistake(f"--grid: the runs have different scores ({names}), which do not compare; sweep one recipe")
     return found.pop()
 

@@ -24,7 +24,7 @@ from dataclasses import dataclass, replace
 from packtrain.data.loader import STORE_SECONDS, LoadedBatch, Loader, rank_batches
 from packtrain.errors import PacktrainError
 from packtrain.job.job import TrainSettings
-from packtrain.recipes import Recipe, Scores
+from packtrain.recipes import Recipe, Scores, measure_of
 from packtrain.recipes.recipe import training_order
 from packtrain.run.checkpoint import Superseded
 from packtrain.run.records import Point, Result
@@ -358,6 +358,7 @@ class Trainer:
             found = self._measure("valid", self._job.evaluate.samples)
             if found is None:
                 return False
+            self._record("valid", self._progress.step, found.values, found.scores)
             self._evaluated = (self._progress.step, found)
         self._evaluations.done()
         score, best = self._score(), self._progress.best_score
@@ -367,7 +368,7 @@ class Trainer:
         return True
 
     def _measure(self, split: str, decode: int | None, known: Evaluation | None = None) -> Evaluation | None:
-        """Evaluate a split and record it; None if a stop came first. All samples are decoded if `decode` is None."""
+        """Evaluate a split; None if a stop came first. All samples are decoded if `decode` is None."""
         self._watchdog.pause()
         # At the end of an epoch the position is already in the next one.
         epoch = max(0, self._progress.position.epoch - (self._progress.position.batch == 0))
@@ -375,7 +376,6 @@ class Trainer:
             found = self._evaluator.evaluate(split, decode, epoch, known)
         self._clock.mark("evaluation")
         if found is not None:
-            self._record(split, self._progress.step, found.values, found.scores)
             self._recorder.pictures(found.pictures)
         return found
 
@@ -383,11 +383,11 @@ class Trainer:
         """Return the score of the current weights if they were evaluated; higher is better."""
         if self._evaluated is None or self._evaluated[0] != self._progress.step:
             return None
-        name = self._job.checkpoint.best_by or self._recipe.best_metric
-        value = self._evaluated[1].scores.values.get(name)
+        measure = measure_of(self._job, type(self._recipe))
+        value = self._evaluated[1].scores.values.get(measure.name)
         if value is None or not math.isfinite(value):
             return None
-        return -value if name in self._recipe.lower_is_better else value
+        return -value if measure.lower else value
 
     def _save(self) -> None:
         self._checkpointer.save(self._progress, self._score())
@@ -407,6 +407,8 @@ class Trainer:
             if found is None:
                 return None
             scores = found.scores
+            if split == "test":  # of the validation split it would be a point of other samples than those before it
+                self._record(split, self._progress.step, found.values, scores)
         if not self._world.is_first:
             return None
         if not self._checkpointer.has_committed(self._progress.step):
@@ -420,6 +422,7 @@ class Trainer:
             {f"{split}.{name}": value for name, value in scores.values.items()},
             {f"{split}.{name}": text for name, text in scores.signatures.items()},
             scores.samples,
+            {f"{split}.{name}": count for name, count in scores.counts.items()},
         )
 
     def _measure_all(self, split: str) -> Evaluation | None:
@@ -441,8 +444,9 @@ class Trainer:
     # Helpers of the above.
 
     def _record(self, kind: str, step: int, values: dict[str, float], scores: Scores | None = None) -> None:
-        samples = scores.samples if scores else ()
-        self._recorder.point(Point(kind, self._generation, step, time.time(), values, samples))  # type: ignore[arg-type]
+        samples, counts = (scores.samples, scores.counts) if scores else ((), {})
+        point = Point(kind, self._generation, step, time.time(), values, samples, counts)  # type: ignore[arg-type]
+        self._recorder.point(point)
 
     def _elapsed_seconds(self) -> float:
         """Return the time spent on the run by this generation and by those it continues."""

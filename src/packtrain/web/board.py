@@ -13,18 +13,27 @@ import time
 import traceback
 from collections.abc import Callable, Collection, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from datetime import datetime
+from functools import partial, reduce
 from itertools import pairwise
 from typing import Any
 
 from packtrain.errors import PacktrainError
 from packtrain.job import Job
 from packtrain.job.part import is_name
-from packtrain.recipes import built_in
-from packtrain.recipes.recipe import Recipe
+from packtrain.recipes import Measure
 from packtrain.report.cost import seconds_to_goal
-from packtrain.report.summary import Overview, is_evaluated, loss_name, loss_of, overview_of, units_per_second
+from packtrain.report.score import Score, better_score
+from packtrain.report.summary import (
+    RECENT_STEPS,
+    Overview,
+    is_evaluated,
+    loss_name,
+    loss_of,
+    overview_of,
+    units_per_second,
+)
 from packtrain.run.blocks import decode_points, parts_of
 from packtrain.run.checkpoint import committed, is_scored
 from packtrain.run.chunks import ChunkFollower, chunk_keys
@@ -40,7 +49,6 @@ Tell = Callable[[Sequence[Row], Sequence[str]], None]
 
 LOADING, DAMAGED, ABSENT = "loading", "damaged", "absent"
 """States of a row that are not those of a run: not read yet, not readable (`reason` says why), and without a job."""
-_RECENT_STEPS = 50
 _SPARKS = 40
 _DIRECTORY_READS, _BUCKET_READS = 16, 6
 _MAX_CHUNKS = 1000  # that are read to find the last evaluation
@@ -53,8 +61,9 @@ _QUIET_SECONDS = 10.0  # ... and those on which no machine works
 _EMPTY: Row = {
     "state": LOADING, "reason": "", "job": "", "recipe": None, "description": "", "step": None, "goal": None,
     "progress": None, "loss": None, "rate": None, "units_per_second": None, "unit": "", "seconds": None,
-    "seconds_left": None, "dollars": None, "dollars_left": None, "measure": "", "score": None, "best": None,
-    "machines": None, "created": None, "tags": [], "note": "", "sweep": None, "sparkline": [], "problem": None,
+    "seconds_left": None, "dollars": None, "dollars_left": None, "measure": "", "lower": False, "score": None,
+    "best": None, "test": None, "machines": None, "created": None, "tags": [], "note": "", "sweep": None,
+    "sparkline": [], "problem": None,
 }  # fmt: skip
 
 
@@ -100,7 +109,9 @@ class ListedRun:
     points: list[Point] = field(default_factory=list)
     follower: ChunkFollower | None = None
     watch: StateWatch | None = None
-    best: float | None = None
+    best: Score | None = None
+    machines: int | None = None
+    """Those of the last generation of a run that has ended."""
     sparks: Sparkline = field(default_factory=Sparkline)
     unsampled: list[str] = field(default_factory=list)
     """The chunks that the sparkline is yet to be made from."""
@@ -256,7 +267,7 @@ def _row(listed: ListedRun) -> Row:
         state: State = listed.result.status
         listed.watch = None
     else:
-        listed.watch = listed.watch or StateWatch(run)
+        listed.watch, listed.machines = listed.watch or StateWatch(run), None
         state = listed.watch.look()
     problem = _read_points(listed)
     if listed.watch is not None:
@@ -264,20 +275,31 @@ def _row(listed: ListedRun) -> Row:
     else:
         leases = run.leases() if run.job.fleet.dollars_per_hour is not None else []
     seen = overview_of(run, state, listed.points, listed.result, leases)
-    _find_best(listed, seen)
-    alive = sum(listed.watch.is_alive(lease.node) for lease in leases) if listed.watch else 0
+    _find_best(listed, Measure(seen.measure, seen.lower))
     return {
         "name": run.name, "state": state, "reason": seen.reason, "job": run.job.name, "recipe": run.job.recipe,
         "description": seen.description, "step": seen.step, "goal": seen.goal, **_pace(listed, seen),
         "loss": _finite(seen.loss), "rate": _finite(seen.rate), "unit": seen.unit, "seconds": _finite(seen.seconds),
-        **_scores(listed, seen), "machines": alive if state == "running" else 0, "created": listed.created,
+        "measure": seen.measure, "lower": seen.lower, "score": _score(seen.score), "best": _score(listed.best),
+        "test": _score(seen.test), "machines": _machines(listed, state), "created": listed.created,
         **_notes(run), "sweep": sweep_of(run), "sparkline": listed.sparks.losses, "problem": problem,
     }  # fmt: skip
 
 
+def _machines(listed: ListedRun, state: State) -> int:
+    """Return how many machines work on a run, or worked on it until it ended."""
+    if listed.watch is not None:
+        alive = sum(listed.watch.is_alive(lease.node) for lease in listed.watch.leases)
+        return alive if state == "running" else 0
+    if listed.machines is None:
+        latest = listed.run.latest_generation()
+        listed.machines = len(latest.members) if latest else 0
+    return listed.machines
+
+
 def _pace(listed: ListedRun, seen: Overview) -> Row:
     job, cost = listed.run.job, seen.cost
-    steps = [point for point in listed.points if point.is_step][-_RECENT_STEPS:]
+    steps = [point for point in listed.points if point.is_step][-RECENT_STEPS:]
     return {
         "progress": 1.0 if seen.state == "finished" else _progress(job, seen.step, steps),
         "units_per_second": _finite(units_per_second(steps, seen.unit)),
@@ -300,22 +322,21 @@ def _progress(job: Job, step: int, steps: Sequence[Point]) -> float | None:
     return _finite(min(1.0, max(0.0, done / goal.value))) if goal.value else None
 
 
-def _scores(listed: ListedRun, seen: Overview) -> Row:
-    names = (f"test.{seen.measure}", f"valid.{seen.measure}", seen.measure)
-    score = next((seen.scores[name] for name in names if name in seen.scores), None)
-    return {"measure": seen.measure, "score": _finite(score), "best": _finite(listed.best)}
+def _find_best(listed: ListedRun, measure: Measure) -> None:
+    """Keep the best score of the evaluations: at first that of the best checkpoint, because they are not all read."""
+    evaluations = [point for point in listed.points if point.kind == "valid" and measure.name in point.values]
+    if listed.best is None and evaluations:
+        for kept in committed(listed.run):
+            if is_scored(kept) and kept.score is not None:
+                values = {measure.name: -kept.score if measure.lower else kept.score}
+                listed.best = better_score(
+                    measure, listed.best, replace(evaluations[-1], step=kept.step, values=values)
+                )
+    listed.best = reduce(partial(better_score, measure), evaluations, listed.best)
 
 
-def _find_best(listed: ListedRun, seen: Overview) -> None:
-    """Keep the best score of the validation split: at first that of the best checkpoint."""
-    job, measure = listed.run.job, seen.measure
-    is_low = measure in (built_in(job.recipe) or Recipe).lower_is_better
-    found = [point.values[measure] for point in listed.points if point.kind == "valid" and measure in point.values]
-    if listed.best is None and measure and (job.checkpoint.best_by or measure) == measure:
-        scores = [one.score for one in committed(listed.run) if is_scored(one) and one.score is not None]
-        found += [-score if is_low else score for score in scores]
-    found = [one for one in (*found, listed.best) if one is not None and math.isfinite(one)]
-    listed.best = (min if is_low else max)(found, default=None)
+def _score(score: Score | None) -> Row | None:
+    return None if score is None or not math.isfinite(score.value) else asdict(score)
 
 
 def _notes(run: Run) -> Row:
@@ -359,8 +380,8 @@ def _read_points(listed: ListedRun) -> str | None:
 def _last_points(listed: ListedRun) -> list[Point]:
     """Return the last steps and the last evaluation, from no more lines than they are."""
     run, found = listed.run, list[Point]()
-    is_sought = is_evaluated(run.job) and not (listed.result and listed.result.scores)
-    missing = _RECENT_STEPS
+    is_sought = is_evaluated(run.job, listed.result)
+    missing = RECENT_STEPS
     for key in listed.unsampled[:-_MAX_CHUNKS:-1]:
         what = f"{key} in {run.store.url}"
         for part in reversed(list(parts_of(run.store.find(key) or b"", what))):
@@ -377,7 +398,7 @@ def _last_points(listed: ListedRun) -> list[Point]:
 
 def _tail(points: Sequence[Point]) -> list[Point]:
     """Return the last steps and the last evaluations."""
-    steps = [point for point in points if point.is_step][-_RECENT_STEPS:]
+    steps = [point for point in points if point.is_step][-RECENT_STEPS:]
     kinds = [[point for point in points if point.kind == kind][-1:] for kind in ("start", "valid", "test")]
     return sorted([*steps, *(point for found in kinds for point in found)], key=lambda one: (one.step, one.generation))
 

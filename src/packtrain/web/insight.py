@@ -63,7 +63,7 @@ def sweeps(store: Store) -> list[dict[str, Any]]:
             "job": table.job,
             "runs": len(table.rows),
             "finished": table.finished,
-            "best": None if table.best is None else table.best.score,
+            "best": None if table.best is None else table.best.run,
         }
         for table in found
     ]

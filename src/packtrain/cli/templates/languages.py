@@ -113,7 +113,8 @@ class Languages(Recipe):
 
     def score(self, split: str, decode_ids: Ids, parts: Sequence[Measurement]) -> Scores:
         samples, loss, right = (sum(part.sums[name] for part in parts) for name in ("samples", "loss", "right"))
-        return Scores({"loss": loss / samples, "accuracy": 100 * right / samples})
+        values = {"loss": loss / samples, "accuracy": 100 * right / samples}
+        return Scores(values, counts=dict.fromkeys(values, int(samples)))
 
     # Predictions, for `packtrain predict`.
 

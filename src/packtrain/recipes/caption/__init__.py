@@ -300,7 +300,8 @@ class Caption(ImageRecipe[CaptionBatches]):
                 shown[int(part[number])] = self._sample(request.split, int(part[number]), found[number][0], attention)
         by_sample = rows_in_order(request.ids, parts) if request.by_sample else {}
         samples, pictures = self.pictured(request.split, self.job.train.in_epoch(request.epoch).size, shown)
-        return Measurement({"loss": loss, "tokens": float(tokens)}, outputs, by_sample, samples, pictures)
+        sums = {"loss": loss, "tokens": float(tokens), "samples": float(len(request.ids))}
+        return Measurement(sums, outputs, by_sample, samples, pictures)
 
     def _sample(self, split: str, number: int, found: Hypothesis, attention: NDArray[np.float32]) -> Sample:
         """Return an image's captions and, for each word of the model's, where the model looked."""
@@ -333,24 +334,27 @@ class Caption(ImageRecipe[CaptionBatches]):
         tokens = sum(part.sums["tokens"] for part in parts)
         values = {"loss": sum(part.sums["loss"] for part in parts) / max(1.0, tokens)}
         outputs = [output for part in parts for output in part.outputs]
+        counts = {"loss": int(sum(part.sums["samples"] for part in parts))}
         if not outputs:
-            return Scores(values)
+            return Scores(values, counts=counts)
         known = self.references(split)
         references = [known.texts[sample] for sample in decode_ids.tolist()]
         values |= {f"bleu{order}": score for order, score in enumerate(bleu(outputs, references), 1)}
         values["cider"] = known.cider.score(outputs, references)
+        counts |= {name: len(outputs) for name in values if name not in counts}
         for name, (samples_of_source, cider) in known.by_source.items():
             chosen = [at for at, sample in enumerate(decode_ids.tolist()) if sample in samples_of_source]
             if chosen:
                 own = [outputs[at] for at in chosen], [references[at] for at in chosen]
                 values[f"bleu4_{name}"] = bleu(*own)[-1]
                 values[f"cider_{name}"] = cider.score(*own)
+                counts |= {f"bleu4_{name}": len(chosen), f"cider_{name}": len(chosen)}
         shown = {number: one for part in parts for number, one in part.samples.items()}
         samples = tuple(shown[number] for number in sorted(shown)) or tuple(
             Sample(f"{split} image {sample}", " / ".join(texts), output)
             for sample, texts, output in zip(decode_ids[:SHOWN_SAMPLES].tolist(), references, outputs, strict=False)
         )
-        return Scores(values, {"bleu4": BLEU_SIGNATURE, "cider": CIDER_SIGNATURE}, samples)
+        return Scores(values, {"bleu4": BLEU_SIGNATURE, "cider": CIDER_SIGNATURE}, samples, counts)
 
     def statistics(self, split: str, ids: Ids, measured: Measurement) -> dict[str, Statistic]:
         rows, outputs, known = measured.rows, measured.outputs, self.references(split)

@@ -1,0 +1,80 @@
+"""The scores of a run: which of them counts, at which step it was measured, and on how many samples.
+
+Every view takes them from here, so that a name stands for the same number in all of them. The score of a run is its
+last one on the validation split, by the measure that chooses the best checkpoint: every run has it, also one that still
+trains, and choosing among runs leaves the test split untouched.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+
+from packtrain.recipes import Measure
+from packtrain.run.records import Point, Result
+from packtrain.units import counted, show_score
+
+
+@dataclass(frozen=True)
+class Score:
+    """A score, named as in `valid.bleu`. `samples` is None if it is not known of how many it is."""
+
+    name: str
+    value: float
+    step: int
+    samples: int | None = None
+
+    @property
+    def title(self) -> str:
+        """The name as people read it: `valid bleu`."""
+        return score_title(self.name)
+
+    @property
+    def text(self) -> str:
+        """The score and of how many samples it is: `20.30 (100 samples)`."""
+        return of_samples(show_score(self.value), self.samples)
+
+
+def score_title(name: str) -> str:
+    """Return the name of a score for people: `test bleu`; a program's own names stay as they are."""
+    kind, dot, rest = name.partition(".")
+    return f"{kind} {rest}" if dot and kind in ("valid", "test") else name
+
+
+def of_samples(text: str, samples: int | None) -> str:
+    """Add of how many samples something is, if that is known."""
+    return text if samples is None else f"{text} ({counted(samples, 'sample')})"
+
+
+def scores_of(points: Iterable[Point], result: Result | None) -> dict[str, Score]:
+    """Return the last score of each name; the result has those of a full split, which replace an evaluation's."""
+    found = {
+        name: Score(name, value, point.step, point.counts.get(measure))
+        for point in points
+        if point.kind in ("valid", "test", "log")
+        for measure, value in point.values.items()
+        if not measure.endswith("_seconds")
+        for name in [point.column(measure)]
+    }
+    final = result.scores if result else {}
+    return found | {
+        name: Score(name, value, result.step, result.counts.get(name)) for name, value in final.items() if result
+    }
+
+
+def score_of(scores: Mapping[str, Score], measure: Measure) -> Score | None:
+    """Return the score of a run: the one that counts, or else the loss; of the test split only without any other."""
+    names = [f"{split}.{name}" for name in (measure.name, "loss") for split in ("valid", "test")]
+    names.insert(1, measure.name)  # of a program
+    return next((scores[name] for name in names if name in scores), None)
+
+
+def better_score(measure: Measure, known: Score | None, point: Point) -> Score | None:
+    """Return the best score of the evaluations so far, given the best before a point."""
+    value = point.values.get(measure.name, math.nan)
+    if point.kind != "valid" or not math.isfinite(value):
+        return known
+    if known is not None and measure.best((known.value, value)) == known.value:
+        return known  # of equal ones the first, as checkpoints are kept
+    return Score(f"valid.{measure.name}", value, point.step, point.counts.get(measure.name))
