@@ -82,6 +82,7 @@ def trained(evidence: Evidence) -> Finding | None:
         f"Decided by a straight line over the logarithm of the step through the last {judged[0].line.count}"
         " evaluations, with its 95 % interval. What twice the steps bring is at best what the last doubling brought,"
         " and less if gains shrink as they did.",
+        *_measured_on(evidence, judged[0].name),
         *_rate_left(evidence),
     )
     numbers = {f"{one.name}_per_doubling": one.line.slope for one in judged}
@@ -159,6 +160,11 @@ def _twice(evidence: Evidence, one: Progression) -> str:
         f"The last doubling brought it from {found.start:.3g} to {found.end:.3g}; the next ({2 * step:,.0f} steps"
         f"{time}) would bring it to {'' if about == most else f'about {about}, and '}{most} at best."
     )
+
+
+def _measured_on(evidence: Evidence, name: str) -> tuple[str, ...]:
+    count = next((point.counts[name] for point in evidence.evaluations if name in point.counts), None)
+    return () if count is None else (f"Each evaluation of {name} is of the same {counted(count, 'sample')}.",)
 
 
 def _rate_left(evidence: Evidence) -> tuple[str, ...]:

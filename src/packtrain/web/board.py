@@ -60,10 +60,10 @@ _TURN_SECONDS = 60.0  # in which a bucket's finished runs are looked at once, ..
 _QUIET_SECONDS = 10.0  # ... and those on which no machine works
 _EMPTY: Row = {
     "state": LOADING, "reason": "", "job": "", "recipe": None, "description": "", "step": None, "goal": None,
-    "progress": None, "loss": None, "rate": None, "units_per_second": None, "unit": "", "seconds": None,
-    "seconds_left": None, "dollars": None, "dollars_left": None, "measure": "", "lower": False, "score": None,
-    "best": None, "test": None, "machines": None, "created": None, "tags": [], "note": "", "sweep": None,
-    "sparkline": [], "problem": None,
+    "progress": None, "loss": None, "loss_steps": 0, "rate": None, "units_per_second": None, "unit": "",
+    "seconds": None, "seconds_left": None, "dollars": None, "dollars_left": None, "measure": "", "lower": False,
+    "score": None, "best": None, "test": None, "machines": None, "created": None, "tags": [], "note": "",
+    "sweep": None, "sparkline": [], "problem": None,
 }  # fmt: skip
 
 
@@ -279,10 +279,11 @@ def _row(listed: ListedRun) -> Row:
     return {
         "name": run.name, "state": state, "reason": seen.reason, "job": run.job.name, "recipe": run.job.recipe,
         "description": seen.description, "step": seen.step, "goal": seen.goal, **_pace(listed, seen),
-        "loss": _finite(seen.loss), "rate": _finite(seen.rate), "unit": seen.unit, "seconds": _finite(seen.seconds),
-        "measure": seen.measure, "lower": seen.lower, "score": _score(seen.score), "best": _score(listed.best),
-        "test": _score(seen.test), "machines": _machines(listed, state), "created": listed.created,
-        **_notes(run), "sweep": sweep_of(run), "sparkline": listed.sparks.losses, "problem": problem,
+        "loss": _finite(seen.loss), "loss_steps": seen.loss_steps, "rate": _finite(seen.rate), "unit": seen.unit,
+        "seconds": _finite(seen.seconds), "measure": seen.measure, "lower": seen.lower, "score": _score(seen.score),
+        "best": _score(listed.best), "test": _score(seen.test), "machines": _machines(listed, state),
+        "created": listed.created, **_notes(run), "sweep": sweep_of(run), "sparkline": listed.sparks.losses,
+        "problem": problem,
     }  # fmt: skip
 
 

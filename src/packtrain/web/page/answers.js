@@ -4,7 +4,7 @@ import { color } from "./chart.js";
 import { SPANS, spanColor } from "./curves.js";
 import { ask } from "./api.js";
 import { card, make, quiet, table } from "./dom.js";
-import { clean, duration, number, percent, short } from "./format.js";
+import { clean, count, duration, number, percent, short, titled } from "./format.js";
 
 const VERDICTS = { good: ["✓", "good"], note: ["!", "worth a look"], bad: ["✕", "a problem"], unknown: ["?", "not known"] };
 const CLOSE = 0.2; // a forecast that is off by less is called close
@@ -65,7 +65,7 @@ function list(findings) {
     mark.setAttribute("role", "img");
     mark.setAttribute("aria-label", meaning);
     const evidence = Array.isArray(one.evidence) ? one.evidence.join(" ") : one.evidence;
-    return make("li", "", mark, make("div", "", make("h3", "", short(one.question, 200)), make("p", "", clean(one.answer, 2000)), evidence ? make("p", "evidence", clean(evidence, 2000)) : null));
+    return make("li", "", mark, make("div", "", make("h3", "", short(one.question, 200)), make("p", "", ...prose(one.answer)), evidence ? make("p", "evidence", ...prose(evidence)) : null));
   }));
 }
 
@@ -91,15 +91,17 @@ function spent({ parts, seconds, fraction, useful }) {
 }
 
 function compared(forecast) {
-  const value = (one) => (typeof one === "number" ? number(one) : one === null ? "–" : short(one, 60));
-  const rows = forecast.map(({ what, expected, seen, off }) => {
+  const rows = forecast.map(({ what, expected_text: expected, seen_text: seen, off }) => {
     const sign = make("span", off === null ? "dim" : Math.abs(off) < CLOSE ? "near" : "far", off === null ? "–" : `${off >= 0 ? "+" : "−"}${Math.abs(100 * off).toFixed(0)}%`);
-    return [short(what, 60), value(expected), value(seen), sign];
+    return [short(what, 60), short(expected, 60), short(seen, 60), sign];
   });
   return card("Plan against outcome", table("listing", ["", ">Expected", ">Measured", ">Off by"], rows));
 }
 
-function scores({ scores: known, signatures }) {
-  const rows = Object.entries(known).map(([name, value]) => [short(name, 60), number(value), make("code", "dim", short(signatures?.[name] ?? signatures?.[name.split(".").pop()] ?? "", 200))]);
-  return card("Final scores", table("listing", ["Measure", ">Score", "Signature"], rows));
+function scores({ scores: known, signatures, counts }) {
+  const rows = Object.entries(known).map(([name, value]) => [titled({ name }), number(value), count(counts?.[name]), make("code", "dim", short(signatures?.[name] ?? "", 200))]);
+  return card("Final scores", table("listing", ["Score", ">Value", ">Samples", "Signature"], rows));
 }
+
+// Commands in a text stand between backquotes.
+const prose = (text) => clean(text, 2000).split("`").map((part, at) => (at % 2 ? make("code", "", part) : part));

@@ -44,14 +44,15 @@ export function bytes(value) {
 
 export function duration(seconds) {
   if (seconds === null || seconds === undefined) return NONE;
-  if (seconds < 1 && seconds > 0) return `${Math.max(1, Math.round(seconds * 1000))} ms`;
-  if (seconds < 90) return `${Number(seconds.toPrecision(seconds < 10 ? 2 : 3)) | 0} s`;
-  if (seconds < 600) return `${Math.floor(seconds / 60)} min ${Math.floor(seconds % 60)} s`;
-  const minutes = Math.round(seconds / 60);
-  if (minutes < 60) return `${minutes} min`;
-  const hours = Math.floor(minutes / 60);
-  if (hours < 48) return `${hours} h ${minutes % 60} min`;
-  return `${Math.floor(hours / 24)} d ${hours % 24} h`;
+  if (seconds === 0) return "0 s";
+  if (seconds < 1) return `${Math.max(1, Math.round(seconds * 1000))} ms`;
+  if (seconds < 9.95) return `${seconds.toFixed(1)} s`;
+  // From here on as the terminal shows it: a time must not differ between the two.
+  const [whole, minutes, hours] = [1, 60, 3600].map((unit) => Math.round(seconds / unit));
+  const pair = (value, unit, large, small) => `${Math.floor(value / unit)} ${large} ${String(value % unit).padStart(2, "0")} ${small}`;
+  if (whole < 60) return `${whole} s`;
+  if (whole < 3600) return pair(whole, 60, "min", "s");
+  return minutes < 1440 ? pair(minutes, 60, "h", "min") : pair(hours, 24, "d", "h");
 }
 
 // For the ticks of an axis: 45 s, 20 min, 1:30 h, 2.5 d.
@@ -114,4 +115,7 @@ export function spelled(name) {
   const plain = name.replace(/^(train|valid|test)\./, "");
   return SPELLED[plain.toLowerCase()] ?? plain.replaceAll("_", " ");
 }
+// What a score is of: `valid BLEU`, `100 samples`.
+export const titled = (score) => `${/^(valid|test)\./.exec(score.name)?.[1] ?? ""} ${spelled(score.name)}`.trim();
+export const sampled = (count) => (count === null || count === undefined ? "" : `${GROUPED.format(count)} ${count === 1 ? "sample" : "samples"}`);
 export const capital = (text) => (Object.values(SPELLED).includes(text) && /[A-Z]/.test(text) ? text : text.charAt(0).toUpperCase() + text.slice(1));

@@ -140,7 +140,7 @@ export class Checkpoints {
     const total = checkpoints.reduce((sum, one) => sum + (one.bytes ?? 0), 0);
     const made = card("Checkpoints", make("ol", "checkpoints", ...items));
     made.head.append(make("p", "readout", `${checkpoints.length} kept, ${bytes(total)}`));
-    const hint = make("p", "dim small", "Bring the best one home: ", make("code", "", `packtrain export ${short(name, 120)} -o model/`));
+    const hint = make("p", "dim small", "Export the best one: ", make("code", "", `packtrain export ${short(name, 120)} -o model/`));
     this.place.replaceChildren(made, hint);
   }
 

@@ -8,6 +8,7 @@ import { bytes, percent, short } from "./format.js";
 const PAUSE = 3000; // milliseconds between two questions
 const rate = (value) => (value === null || value === undefined ? "–" : `${bytes(value)}/s`);
 const RATE = { tick: bytes };
+const GONE = ["lost", "left"];
 const RESOURCES = [
   ["cpu", "CPU", percent, { top: 1 }],
   ["gpu", "GPU", percent, { top: 1 }],
@@ -65,7 +66,9 @@ export class Machines {
     const has = RESOURCES.filter(([key]) => this.nodes.some((node) => node[key]?.some((one) => one !== null)));
     this.now.hidden = false;
     const focused = this.now.contains(document.activeElement);
-    this.now.replaceChildren(make("div", "card-head", make("h2", "", "Now")), this.#table(has));
+    // Machines that are gone use nothing: what they used is in the charts.
+    const isOver = this.nodes.every((node) => !node.now || GONE.includes(node.state));
+    this.now.replaceChildren(make("div", "card-head", make("h2", "", isOver ? "Machines" : "Now")), this.#table(isOver ? [] : has));
     if (focused) this.now.querySelector(".scroll")?.focus();
     const start = Math.min(...this.nodes.map((node) => node.time[0] ?? Infinity));
     for (const [key, title, show, options] of has) {
@@ -89,7 +92,7 @@ export class Machines {
       swatch.style.background = color(runColor(place));
       const name = make("span", "machine", swatch, make("span", "", make("b", "", short(node.hostname || node.node, 60)), make("small", "", devices(node))));
       name.title = programs(node);
-      const gone = !node.now || ["lost", "left"].includes(node.state);
+      const gone = !node.now || GONE.includes(node.state);
       const cells = resources.map(([key, , show]) => {
         const value = node.now?.[key] ?? null;
         if (value === null || gone) return make("span", "dim", "–");

@@ -2,7 +2,7 @@
 
 import { ask } from "./api.js";
 import { make, quiet, setText } from "./dom.js";
-import { ago, compact, count, duration, money, number, percent, short, spelled } from "./format.js";
+import { ago, capital, compact, count, duration, money, number, percent, sampled, short, titled } from "./format.js";
 import { Answers } from "./answers.js";
 import { Curves } from "./curves.js";
 import { Checkpoints, Job } from "./job.js";
@@ -190,16 +190,19 @@ class RunView {
       this.line.replaceChildren(...tags, `${reason}${short(row.description, 300)} · started ${started}`);
       if (row.note) this.line.append(make("span", "note", short(row.note, 500)));
     }
-    const best = row.best ?? row.score;
+    const { score, best, test } = row;
+    const scored = (one, ...more) => [capital(titled(one)), number(one.value), [sampled(one.samples), ...more].filter(Boolean).join(", ")];
+    const isBest = !best || !score || best.value === score.value;
     const facts = [
       ["Progress", row.progress === null ? count(row.step) : percent(row.progress), row.goal ? `step ${count(row.step)} of ${count(row.goal)}` : row.unit ? "steps" : "commits", row.progress],
-      ["Loss", number(row.loss), "last 50 steps"],
-      [`Best ${row.measure ? spelled(row.measure) : "score"}`, number(best), best !== null && row.score !== null && row.score !== best ? `last ${number(row.score)}` : ""],
-      ["Speed", compact(row.units_per_second), row.unit ? `${row.unit}/s` : ""],
+      ["Training loss", number(row.loss), row.loss === null ? "" : `mean of the last ${row.loss_steps === 1 ? "step" : `${row.loss_steps} steps`}`],
+      score ? scored(score, isBest ? "" : `best ${number(best.value)} at step ${count(best.step)}`) : ["Score", "–", ""],
+      ["Speed", compact(row.units_per_second), row.unit ? `${row.unit}/s, last ${row.loss_steps > 1 ? `${row.loss_steps} steps` : "step"}` : ""],
       ["Time", duration(row.seconds), row.seconds_left === null ? "" : `${duration(row.seconds_left)} left`],
       ["Cost", money(row.dollars), row.dollars === null ? "no price known" : row.dollars_left === null ? "" : `${money(row.dollars_left)} left`],
-      ["Machines", row.machines ? String(row.machines) : "–", ""],
+      ["Machines", row.machines === null ? "–" : String(row.machines), row.state === "running" || !row.machines ? "" : "at the end"],
     ];
+    if (test && test.name !== score?.name) facts.splice(3, 0, scored(test));
     if (this.facts.children.length !== facts.length) {
       this.facts.replaceChildren(...facts.map(() => make("div", "", make("dt"), make("dd", "", make("b"), make("small")))));
     }

@@ -1,7 +1,7 @@
 // All runs. Only the rows that can be seen are in the document, and a row that changes is changed in place.
 
 import { button, debounced, draw, eachFrame, make, quiet, setText } from "./dom.js";
-import { ago, compact, count, duration, money, number, percent, short, spelled } from "./format.js";
+import { ago, compact, count, duration, money, number, percent, sampled, short, spelled, titled } from "./format.js";
 import { address, adjust, listed } from "./route.js";
 
 const COLUMNS = [
@@ -10,7 +10,7 @@ const COLUMNS = [
   ["state", "State", (row) => STATES.indexOf(row.state), false],
   ["progress", "Progress", (row) => row.progress ?? row.step, true],
   ["loss", "Loss", (row) => row.loss, false],
-  ["best", "Best score", (row) => row.best ?? row.score, true],
+  ["score", "Score", (row) => row.score?.value, true],
   ["speed", "Speed", (row) => row.units_per_second, true],
   ["left", "Time", (row) => row.seconds_left ?? row.seconds, true],
   ["cost", "Cost", (row) => row.dollars, true],
@@ -314,7 +314,11 @@ class Runs {
     cells.progress.title = row.progress === null ? "" : percent(row.progress);
     pair(cells.loss, number(row.loss), "");
     cells.loss.prepend(sparkline(row.sparkline ?? []));
-    pair(cells.best, number(row.best ?? row.score), row.measure && (row.best ?? row.score) !== null ? spelled(row.measure) : "");
+    const samples = sampled(row.score?.samples);
+    const isLong = samples && row.score.name.startsWith("valid."); // which nearly all are
+    pair(cells.score, number(row.score?.value), row.score ? [isLong ? spelled(row.score.name) : titled(row.score), samples].filter(Boolean).join(", ") : "");
+    cells.score.title = row.score ? `${titled(row.score)} ${samples && `of ${samples}`}` : "";
+    cells.loss.title = row.loss === null ? "" : `mean of the last ${row.loss_steps} steps`;
     pair(cells.speed, compact(row.units_per_second), row.units_per_second === null ? "" : `${row.unit || "units"}/s`);
     pair(cells.left, row.seconds ? duration(row.seconds) : "–", row.seconds_left === null ? "" : `${duration(row.seconds_left)} left`);
     pair(cells.cost, money(row.dollars), row.dollars_left === null || row.dollars === null ? "" : `${money(row.dollars_left)} left`);

@@ -3,7 +3,7 @@
 import { ask } from "./api.js";
 import { color } from "./chart.js";
 import { card, draw, make, quiet, table } from "./dom.js";
-import { count, number, short, spelled } from "./format.js";
+import { count, number, sampled, short, spelled, titled } from "./format.js";
 import { address } from "./route.js";
 import { stateBadge } from "./runs.js";
 
@@ -48,7 +48,7 @@ class Sweeps {
     }
     const rows = sweeps.map((one) => {
       const link = Object.assign(make("a", "open", short(one.name, 80)), { href: address({ page: "sweep", name: one.name }) });
-      const best = typeof one.best === "number" ? number(one.best) : one.best ? Object.assign(make("a", "", short(one.best, 60)), { href: address({ page: "run", name: String(one.best) }) }) : "–";
+      const best = one.best ? Object.assign(make("a", "", short(one.best, 60)), { href: address({ page: "run", name: String(one.best) }) }) : "–";
       return [link, short(one.job, 60), count(one.runs), count(one.finished), best];
     });
     const box = table("listing", ["Sweep", "Job", ">Runs", ">Finished", "Best"], rows);
@@ -65,27 +65,27 @@ class Sweeps {
     const head = make("div", "run-head", back, make("div", "title", make("h1", "", short(sweep.name, 120))), make("p", "dim", `${count(sweep.rows.length)} runs, ${count(done)} finished${sweep.measure ? `, judged by ${spelled(sweep.measure)}` : ""}`));
     this.lines = new Map();
     const plot = scored.length ? this.#parallel(sweep, scored) : quiet("No run has a score yet.");
-    const order = [...sweep.rows].sort((one, other) => (other.score ?? -Infinity) - (one.score ?? -Infinity));
-    if (/loss|perplexity/.test(sweep.measure ?? "")) order.reverse();
-    const rows = order.map((row) => {
+    const counts = new Set(scored.map((row) => row.samples));
+    const of = (samples) => (sampled(samples) ? ` (${sampled(samples)})` : "");
+    const rows = sweep.rows.map((row) => {
       const link = Object.assign(make("a", "open", short(row.run, 60)), { href: address({ page: "run", name: row.run }) });
       link.dataset.run = row.run;
       const state = make("span", "", stateBadge(row.state), row.stopped_early ? make("small", "dim", " stopped early") : null);
-      return [link, state, ...sweep.parameters.map((name) => show(row.values[name])), number(row.score), count(row.step)];
+      return [link, state, ...sweep.parameters.map((name) => show(row.values[name])), number(row.score) + (counts.size > 1 && row.score !== null ? of(row.samples) : ""), count(row.step)];
     });
-    const box = table("listing sweep", ["Run", "State", ...sweep.parameters.map((name) => `>${short(name.split(".").slice(-2).join("."), 40)}`), `>${sweep.measure ? spelled(sweep.measure) : "Score"}`, ">Step"], rows);
+    const box = table("listing sweep", ["Run", "State", ...sweep.parameters.map((name) => `>${short(name.split(".").slice(-2).join("."), 40)}`), `>${sweep.measure ? titled({ name: `valid.${sweep.measure}` }) : "Score"}${counts.size === 1 ? of(...counts) : ""}`, ">Step"], rows);
     box.setAttribute("aria-label", "Runs of the sweep");
     const light = (event) => {
       const run = event.target.closest("tr")?.querySelector("[data-run]")?.dataset.run;
       this.#light(event.type === "pointerleave" || event.type === "focusout" ? null : run);
     };
     for (const type of ["pointerover", "pointerleave", "focusin", "focusout"]) box.addEventListener(type, light);
-    const all = Object.assign(make("a", "plain-link", "Overlay all curves"), { href: address({ page: "run", name: order[0]?.run ?? "", query: { with: order.slice(1, 50).map((row) => row.run).join(",") } }) });
+    const all = Object.assign(make("a", "plain-link", "Overlay all curves"), { href: address({ page: "run", name: sweep.rows[0]?.run ?? "", query: { with: sweep.rows.slice(1, 50).map((row) => row.run).join(",") } }) });
     const chart = card("Settings and scores", make("div", "scroll", plot));
     chart.querySelector(".scroll").tabIndex = 0;
     chart.querySelector(".scroll").setAttribute("role", "region");
     chart.querySelector(".scroll").setAttribute("aria-label", "Parallel coordinates of settings and scores; the table below has the same values");
-    if (order.length > 1) chart.head.append(all);
+    if (sweep.rows.length > 1) chart.head.append(all);
     this.place.replaceChildren(head, chart, make("section", "card", box));
   }
 
@@ -106,8 +106,7 @@ class Sweeps {
     const Y = (share) => TOP + (1 - share) * (HEIGHT - TOP - BOTTOM);
     const svg = draw("svg", { class: "parallel", viewBox: `0 0 ${width} ${HEIGHT}`, width: "100%", role: "img", "aria-label": "Parallel coordinates" });
     const lines = draw("g", {});
-    const lower = /loss|perplexity/.test(sweep.measure ?? "");
-    const by = [...scored].sort((one, other) => (lower ? other.score - one.score : one.score - other.score));
+    const by = [...scored].sort((one, other) => (sweep.lower ? other.score - one.score : one.score - other.score));
     by.forEach((row, place) => {
       const points = names.map((name, at) => `${X(at)},${Y(axes[at].place(name === null ? row.score : row.values[name])).toFixed(1)}`);
       const line = draw("path", { d: curve(points.map((one) => one.split(",").map(Number))), class: "tried" });
