@@ -1,5 +1,8 @@
 from __future__ import annotations
 
+import os
+import subprocess
+import sys
 from pathlib import Path
 
 import numpy as np
@@ -8,6 +11,7 @@ import pytest
 from pack.corpus import GREETINGS, QUESTIONS, job_of, write_pairs
 from packtrain.data.pack import pad
 from packtrain.errors import Mistake
+from packtrain.export import ctranslate2
 from packtrain.export.ctranslate2 import Ctranslate2Form
 from packtrain.export.predict import TrainedModel, load_model
 from packtrain.pack.shard import Ragged
@@ -76,6 +80,54 @@ def test_int8_is_smaller_and_close(trained: TrainedModel, tmp_path: Path) -> Non
     exact, rounded = (networks[precision].losses(given, target) for precision in ("fp32", "int8"))
     assert rounded == pytest.approx(exact, rel=0.05)
     assert (exact != rounded).any()
+
+
+def test_no_sum_of_two_products_overflows_16_bits(trained: TrainedModel) -> None:
+    assert isinstance(trained.model, Transformer)
+    spec = ctranslate2._spec_of(trained.model)
+    ctranslate2._round_weights(spec)
+    layers = [
+        spec.decoder.projection,
+        spec.encoder.embeddings[0],
+        *(layer.ffn.linear_1 for layer in spec.decoder.layer),
+    ]
+    for layer in layers:
+        pairs = layer.weight.astype(int).reshape(len(layer.weight), -1, 2)
+        most = 255 * pairs.clip(min=0).sum(2).max(1), -255 * pairs.clip(max=0).sum(2).min(1)
+        assert layer.weight.dtype == np.int8
+        assert 2**14 < np.maximum(*most).min() <= np.maximum(*most).max() < 2**15
+        assert layer.weight_scale.shape == (len(layer.weight),)
+    assert spec.decoder.projection.weight / spec.decoder.projection.weight_scale[:, None] == pytest.approx(
+        trained.model.embedding.weight[: trained.model.vocabulary].numpy(force=True), abs=0.01
+    )
+
+
+LOSSES = """
+import sys
+import numpy as np
+from pathlib import Path
+from packtrain.export.ctranslate2 import Ctranslate2Text
+given, target = np.load(sys.argv[2]), np.load(sys.argv[3])
+print(*Ctranslate2Text(Path(sys.argv[1]), 1).losses(given, target).tolist())
+"""
+
+
+@pytest.mark.usefixtures("processes")
+def test_int8_computes_the_same_on_a_processor_without_vnni(trained: TrainedModel, tmp_path: Path) -> None:
+    Ctranslate2Form().write(trained.recipe, trained.model, tmp_path, "int8")
+    given = sources(trained)
+    target = np.concatenate([np.full((len(given), 1), 2), given], axis=1)
+    np.save(tmp_path / "given.npy", given)
+    np.save(tmp_path / "target.npy", target)
+    found = []
+    for instructions in ("AVX2", "DEFAULT"):
+        # MKL, which CTranslate2 prefers on Intel's processors, has other names for them.
+        environment = {**os.environ, "ONEDNN_MAX_CPU_ISA": instructions, "CT2_USE_MKL": "0"}
+        files = [str(tmp_path / name) for name in ("ctranslate2", "given.npy", "target.npy")]
+        command = [sys.executable, "-c", LOSSES, *files]
+        done = subprocess.run(command, capture_output=True, text=True, check=True, timeout=120, env=environment)
+        found.append([float(word) for word in done.stdout.split()])
+    assert found[0] == pytest.approx(found[1], rel=1e-4)
 
 
 def test_a_source_with_only_its_end_and_no_sources_at_all(trained: TrainedModel, tmp_path: Path) -> None:
