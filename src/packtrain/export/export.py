@@ -124,7 +124,7 @@ def _written(
     manifest = ModelManifest(
         FORMAT, str(run.job.recipe), form, options.precision, recipe.labels, origin, parity, scores, files=()
     )
-    (folder / CARD).write_text(card_of(manifest, run.job, recipe, options.license, graph))
+    (folder / CARD).write_text(card_of(manifest, run.job, recipe, options.license, graph), encoding="utf-8")
     manifest = replace(manifest, files=tuple(_stored_files(folder)))
     (folder / MANIFEST).write_bytes(encode(manifest))
     return manifest
@@ -168,9 +168,9 @@ def _average(run: Run, trained: TrainedModel, options: ExportOptions) -> list[Ch
 
 def write_context(recipe: Recipe, folder: Path) -> None:
     """Write what a recipe needs beside the weights: the job, and the vocabulary if it has one."""
-    (folder / JOB).write_text(home_job(recipe.job, recipe.files).model_dump_json(indent=1))
+    (folder / JOB).write_text(home_job(recipe.job, recipe.files).model_dump_json(indent=1), encoding="utf-8")
     if recipe.pack.manifest.vocabulary is not None:
-        (folder / VOCABULARY).write_text(recipe.pack.vocabulary.to_json())
+        (folder / VOCABULARY).write_text(recipe.pack.vocabulary.to_json(), encoding="utf-8")
 
 
 def home_job(job: Job, files: Sequence[str]) -> Job:
