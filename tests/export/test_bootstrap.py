@@ -9,7 +9,7 @@ from sacrebleu.metrics.bleu import BLEU
 from sacrebleu.metrics.chrf import CHRF
 from sacrebleu.significance import PairedTest, Result
 
-from packtrain.export.bootstrap import RESAMPLES, Difference, Interval, difference_of, interval_of, resampled
+from packtrain.export.bootstrap import RESAMPLES, Difference, Interval, difference_of, interval_of, resampled, widened
 from packtrain.recipes.statistics import Statistic, bleu_rows, bleu_statistic, chrf_statistic, mean, ratio
 
 WORDS = ("the", "cat", "sat", "on", "a", "mat", "while", "two", "dogs", "were", "sleeping", "in", "sun", ".")
@@ -124,6 +124,24 @@ def test_a_difference_with_zero_in_its_interval_is_noise_whatever_the_test_says(
     assert not Difference(1.0, Interval(-0.1, 2.1), 0.04).is_significant
     assert Difference(1.0, Interval(0.1, 1.9), 0.04).is_significant
     assert not Difference(1.0, Interval(0.1, 1.9), 0.06).is_significant
+
+
+@pytest.mark.parametrize("samples", [3, 5, 20])
+def test_a_widened_interval_has_the_value_in_19_of_20_small_samples(samples: int) -> None:
+    draws, resampled_wrong, widened_wrong = np.random.default_rng(5), 0, 0
+    for _ in range(1000):
+        values = draws.normal(size=samples)
+        interval = interval_of(resampled({"mean": mean(values)}, resamples=200)["mean"])
+        resampled_wrong += 0.0 not in interval
+        widened_wrong += 0.0 not in widened(Difference(float(values.mean()), interval, 1.0), samples)
+    assert 30 < widened_wrong < 75
+    assert widened_wrong < resampled_wrong
+
+
+def test_widening_does_nothing_to_many_samples_and_takes_all_meaning_from_one() -> None:
+    many = widened(Difference(0.5, Interval(0.1, 0.9), 0.01), 1000)
+    assert [many.low, many.high] == pytest.approx([0.1, 0.9], abs=0.001)
+    assert 0.0 in widened(Difference(7.0, Interval(7.0, 7.0), 0.01), 1)
 
 
 @pytest.mark.parametrize("seed", range(4))

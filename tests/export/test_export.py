@@ -1,16 +1,19 @@
 from __future__ import annotations
 
 import json
+import os
+import re
 import subprocess
 import sys
 from pathlib import Path
 
+import numpy as np
 import pytest
-import torch
 import yaml
 
 from pack.corpus import job_of
 from packtrain.errors import Mistake, NotFound
+from packtrain.export import ctranslate2
 from packtrain.export.export import ExportOptions, TooFar, export_run, home_job
 from packtrain.export.model import CARD, MANIFEST, is_model, read_model
 from packtrain.export.predict import load_model
@@ -81,40 +84,95 @@ def test_the_mean_of_several_checkpoints_is_exported(run: Run, tmp_path: Path) -
     assert not (tmp_path / "other").exists()
 
 
-def test_a_model_that_is_worse_than_the_tolerance_is_not_written(
-    run: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    from packtrain.export import ctranslate2
-
-    real = ctranslate2._spec_of  # damages the weights on their way
+def damage(monkeypatch: pytest.MonkeyPatch, noise: float) -> None:
+    """Damage the weights on their way into the form."""
+    real = ctranslate2._spec_of
 
     def damaged(model: object) -> object:
         spec = real(model)  # type: ignore[arg-type]
-        spec.decoder.projection.bias[:] += torch.randn(len(spec.decoder.projection.bias)).numpy() * 30
+        bias = spec.decoder.projection.bias
+        bias += noise * np.random.default_rng(1).normal(size=bias.shape).astype(np.float32)
         return spec
 
     monkeypatch.setattr(ctranslate2, "_spec_of", damaged)
-    commit_model(run, tmp_path, 30, seed=3, score=9.0)
     monkeypatch.setattr("packtrain.recipes.translate.Translate.tolerances", {"loss": 0.01})
-    with pytest.raises(TooFar, match=r"loss of the exported model is .*: worse by more than 0.01; nothing was"):
+
+
+def test_a_model_that_is_worse_than_the_tolerance_is_not_written(
+    run: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    damage(monkeypatch, 30.0)
+    with pytest.raises(TooFar) as refused:
         export(run, tmp_path / "model")
+    assert re.fullmatch(
+        r"loss on 5 samples of valid: \S+, in torch \S+; worse by \S+ \(95 % interval \S+ to \S+\), beyond the"
+        r" tolerance of 0.01; nothing was written; accept it with --tolerance",
+        str(refused.value),
+    )
     assert [path.name for path in tmp_path.iterdir() if "model" in path.name and path.is_dir()] == []
     export(run, tmp_path / "model", tolerance=1000.0)
     assert is_model(tmp_path / "model")
 
 
-def test_a_folder_of_something_else_is_never_replaced_but_a_model_is(run: Run, tmp_path: Path) -> None:
+def test_a_model_that_noise_alone_may_have_made_worse_is_written_with_the_interval_on_its_card(
+    run: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    damage(monkeypatch, -0.07)
+    said = export(run, tmp_path / "model", tolerance=0.0005)
+    [parity] = read_model(tmp_path / "model").manifest.parity
+    assert parity.drop == pytest.approx(parity.exported - parity.trained)
+    assert parity.interval.low < 0.0005 < parity.drop < parity.interval.high
+    words = f"worse by {parity.drop:.3g} (95 % interval {parity.interval.low:.3g} to {parity.interval.high:.3g})"
+    assert any(words in line for line in said)
+    assert f"loss of this model is {words} than that of the run." in (tmp_path / "model" / CARD).read_text("utf-8")
+    assert not any("cannot rule out" in line for line in said)  # there are no more samples
+    said = export(run, tmp_path / "model", tolerance=0.0005, samples=3)
+    assert "3 samples cannot rule out a loss beyond the tolerance of 0.0005; for more, pass --samples 5" in said
+
+
+def test_a_folder_of_something_else_is_never_replaced(run: Run, tmp_path: Path) -> None:
     (tmp_path / "photos").mkdir()
     (tmp_path / "photos" / "one.jpg").write_bytes(b"x")
     (tmp_path / "file").write_text("x")
     with pytest.raises(Mistake, match="exists and is not an exported model"):
-        export(run, tmp_path / "photos")
+        export(run, tmp_path / "photos", replace=True)
     with pytest.raises(Mistake, match="is a file"):
-        export(run, tmp_path / "file")
-    export(run, tmp_path / "model", choice=10)
-    export(run, tmp_path / "model", choice=20)
-    assert read_model(tmp_path / "model").manifest.origin.step == 20
+        export(run, tmp_path / "file", replace=True)
+
+
+def test_a_run_replaces_its_own_model_and_that_of_another_run_only_if_told_to(run: Run, tmp_path: Path) -> None:
+    folder = tmp_path / "model"
+    export(run, folder, choice=10)
+    export(run, folder, choice=20)
+    assert read_model(folder).manifest.origin.step == 20
     assert sorted(path.name for path in tmp_path.glob(".model*")) == []
+
+    other = packed_run(tmp_path, run.job)
+    commit_model(other, tmp_path, 30)
+    with pytest.raises(Mistake) as refused:
+        export(other, folder)
+    assert str(refused.value) == (
+        f"{folder}: has the model of greetings-1; choose another folder with --output, or pass --replace"
+    )
+    assert read_model(folder).manifest.origin.run == "greetings-1"
+    export(other, folder, replace=True)
+    assert read_model(folder).manifest.origin.run == "greetings-2"
+
+    (folder / MANIFEST).write_text("{")
+    with pytest.raises(Mistake, match="has a model that cannot be read; choose another folder"):
+        export(other, folder)
+    export(other, folder, replace=True)
+    assert read_model(folder).manifest.origin.step == 30
+
+
+def test_a_run_of_the_same_name_in_another_store_is_another_run(run: Run, tmp_path: Path) -> None:
+    export(run, tmp_path / "model")
+    job = job_of(tmp_path / "elsewhere", model={"size": "tiny", "dropout": 0.2})
+    other = packed_run(tmp_path / "elsewhere", job)
+    commit_model(other, tmp_path / "elsewhere", 10)
+    assert other.name == run.name
+    with pytest.raises(Mistake, match="has the model of greetings-1"):
+        export(other, tmp_path / "model")
 
 
 def test_the_job_of_a_model_has_no_places_machines_or_signatures(run: Run, tmp_path: Path) -> None:
@@ -176,6 +234,17 @@ sys.argv = ["packtrain", *sys.argv[1:]]
 from packtrain.cli import main
 main()
 """
+
+
+@pytest.mark.usefixtures("processes")
+def test_files_are_utf_8_whatever_the_locale(run: Run, tmp_path: Path) -> None:
+    command = [sys.executable, "-m", "packtrain", "export", run.name, "--store", run.store.url, "-o", "model"]
+    environment = {**os.environ, "LC_ALL": "C", "PYTHONUTF8": "0", "PYTHONCOERCECLOCALE": "0"}
+    done = subprocess.run(command, capture_output=True, timeout=120, cwd=tmp_path, env=environment)
+    assert (done.returncode, done.stderr) == (0, b"")
+    vocabulary = (tmp_path / "model" / "vocabulary.json").read_bytes().decode("utf-8")
+    assert "ü" in vocabulary
+    assert read_model(tmp_path / "model").recipe.pack.vocabulary.to_json() == vocabulary
 
 
 @pytest.mark.usefixtures("processes")

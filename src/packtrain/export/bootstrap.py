@@ -72,6 +72,21 @@ def interval_of(scores: Floats) -> Interval:
     return Interval(float(ordered[cut]), float(ordered[len(scores) - cut - 1]))
 
 
+def widened(difference: Difference, samples: int) -> Interval:
+    """Return the interval of a difference with what resampling misses if there are few samples.
+
+    Resamples spread as much as the samples do, which is too little by n / (n - 1), and their middle 95 % is that of a
+    normal distribution instead of Student's. One sample cannot show a difference.
+    """
+    value, low, high = difference.value, difference.interval.low, difference.interval.high
+    if samples < 2:
+        return Interval(min(0.0, low), max(0.0, high))
+    free = samples - 1
+    # Student's quantile over the normal one, by Cornish and Fisher's expansion.
+    factor = (1 + 1.210 / free + 1.440 / free**2 + 1.304 / free**3) * (samples / free) ** 0.5
+    return Interval(value - factor * (value - low), value + factor * (high - value))
+
+
 def difference_of(own: Floats, others: Floats, value: float) -> Difference:
     """Compare the scores of two models on the same resamples; `value` is their difference on all samples."""
     gaps = others - own

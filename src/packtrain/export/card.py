@@ -8,7 +8,8 @@ from typing import TYPE_CHECKING, Any
 
 import yaml
 
-from packtrain.export.model import ModelManifest
+from packtrain.export.evaluate import show
+from packtrain.export.model import ModelManifest, Parity
 from packtrain.job import Job
 from packtrain.recipes import Recipe
 
@@ -98,6 +99,8 @@ def _body(
         yield f"| {one.metric} | {one.trained:.4g} | the run | {where} |"
         yield f"| {one.metric} | {one.exported:.4g} | this model | {where} |"
     for one in manifest.parity:
+        yield ""
+        yield f"On these samples, {one.metric} of this model is {drop_in_words(one)} than that of the run."
         if one.signature:
             yield ""
             yield f"Signature of {one.metric}: `{one.signature}`."
@@ -125,6 +128,13 @@ def _body(
     yield "## License"
     yield ""
     yield license_name or "Not stated. The licenses of the data apply to what was learned from it, too."
+
+
+def drop_in_words(parity: Parity) -> str:
+    drop, low, high = parity.drop, parity.interval.low, parity.interval.high
+    if drop < 0:
+        drop, low, high = -drop, -high, -low
+    return f"{'better' if parity.drop < 0 else 'worse'} by {show(drop)} (95 % interval {show(low)} to {show(high)})"
 
 
 def _last(path: str) -> str:

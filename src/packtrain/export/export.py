@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import re
 import shutil
 import tempfile
@@ -12,11 +13,12 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-import numpy as np
-
+from packtrain.data.order import Ids, spread
 from packtrain.errors import Mistake, PacktrainError, printable, quoted
-from packtrain.export.card import card_of
+from packtrain.export.bootstrap import difference_of, resampled, widened
+from packtrain.export.card import card_of, drop_in_words
 from packtrain.export.deliver import replace_folder
+from packtrain.export.evaluate import show
 from packtrain.export.model import (
     CARD,
     FORMAT,
@@ -37,7 +39,8 @@ from packtrain.identity import identity
 from packtrain.job import Job
 from packtrain.job.job import BudgetSettings, CheckpointSettings, FleetSettings
 from packtrain.recipes import EvaluationRequest, Recipe
-from packtrain.recipes.recipe import Network, Scores
+from packtrain.recipes.recipe import LAST_EPOCH, Network, Scores
+from packtrain.recipes.statistics import Floats
 from packtrain.report.summary import overview
 from packtrain.run.checkpoint import Checkpoint, StoredFile, fetch
 from packtrain.run.liveness import state_of
@@ -69,7 +72,7 @@ class ExportOptions:
 
 
 class TooFar(PacktrainError):
-    """The exported model is worse than the trained one by more than the tolerance."""
+    """The exported model is worse than the trained one, by more than the tolerance and beyond noise."""
 
 
 def export_run(run: Run, folder: Path, options: ExportOptions, say: Say, accept: Accept = refuse) -> ExportedModel:
@@ -88,9 +91,12 @@ def export_run(run: Run, folder: Path, options: ExportOptions, say: Say, accept:
     with _appearing(folder) as new:
         say(f"writing step {trained.checkpoint.step:,} of {run.name} for {form} in {options.precision}")
         manifest = _written(run, trained, checkpoints, new, form, options)
-        for one in manifest.parity:
-            where = f"{one.samples:,} samples of {one.split}"
-            say(f"{one.metric} on {where}: {one.exported:.2f}, in torch {one.trained:.2f}")
+        for parity in manifest.parity:
+            say(_in_words(parity))
+            available = trained.recipe.count(parity.split)
+            if parity.interval.high > parity.tolerance and parity.samples < available:
+                beyond = f"a loss beyond the tolerance of {parity.tolerance:g}"
+                say(f"{parity.samples:,} samples cannot rule out {beyond}; for more, pass --samples {available}")
     return ExportedModel(folder, manifest)
 
 
@@ -231,31 +237,48 @@ def _appearing(folder: Path) -> Iterator[Path]:
 
 
 def measure_parity(trained: TrainedModel, form: Form, folder: Path, options: ExportOptions) -> Parity:
-    """Compare the exported model with the trained one; raise TooFar if it is worse than the tolerance allows."""
+    """Compare the exported model with the trained one; raise TooFar if it is worse than the tolerance allows.
+
+    A few samples give either model a better score by chance. So the interval of the difference decides, not its value.
+    """
     recipe, model, _ = trained
     [(metric, usual)] = recipe.tolerances.items()
-    tolerance = usual if options.tolerance is None else options.tolerance
     split = "valid" if recipe.count("valid") else "test"
-    count = min(options.samples, recipe.count(split))
-    if not count:
+    ids = spread(recipe.count(split), options.samples)
+    if not len(ids):
         raise Mistake("the run has neither a validation nor a test split to compare the exported model on")
-    before = _scores(recipe, model, split, count)
-    after = _scores(recipe, form.load(recipe, folder), split, count)
-    found = Parity(
-        metric, split, count, before.values[metric], after.values[metric], tolerance, before.signatures.get(metric, "")
+    before, resamples_before = _scores(recipe, model, split, ids, metric)
+    after, resamples_after = _scores(recipe, form.load(recipe, folder), split, ids, metric)
+    sign = -1 if metric in recipe.lower_is_better else 1
+    drop = sign * (before.values[metric] - after.values[metric])
+    difference = difference_of(sign * resamples_after, sign * resamples_before, drop)
+    parity = Parity(
+        metric,
+        split,
+        len(ids),
+        before.values[metric],
+        after.values[metric],
+        difference.value,
+        widened(difference, len(ids)),
+        usual if options.tolerance is None else options.tolerance,
+        before.signatures.get(metric, ""),
     )
-    lost = found.exported - found.trained if metric in recipe.lower_is_better else found.trained - found.exported
-    if not lost <= tolerance:
-        raise TooFar(
-            f"{metric} of the exported model is {found.exported:.3f}, and {found.trained:.3f} in torch: worse by more"
-            f" than {tolerance:g}; nothing was written"
-            + ("; export without --int8, or accept it with --tolerance" if options.precision == "int8" else "")
-        )
-    return found
+    if not (math.isfinite(drop) and parity.interval.low <= parity.tolerance):
+        remedy = "export without --int8, or accept it with" if options.precision == "int8" else "accept it with"
+        limit = f"beyond the tolerance of {parity.tolerance:g}"
+        raise TooFar(f"{_in_words(parity)}, {limit}; nothing was written; {remedy} --tolerance")
+    return parity
 
 
-def _scores(recipe: Recipe, model: nn.Module | Network, split: str, count: int) -> Scores:
-    """Return the scores on `count` samples, evenly spaced, as the last evaluation of the run has them."""
-    ids = np.arange(count) * recipe.count(split) // count
-    request = EvaluationRequest(split, ids, ids, recipe.job.evaluate.beam, 1 << 40)
-    return recipe.score(split, ids, [recipe.measure(model, request)])
+def _scores(recipe: Recipe, model: nn.Module | Network, split: str, ids: Ids, metric: str) -> tuple[Scores, Floats]:
+    """Return the scores, as the last evaluation of the run has them, and one of them on resamples."""
+    request = EvaluationRequest(split, ids, ids, recipe.job.evaluate.beam, LAST_EPOCH, by_sample=True)
+    measured = recipe.measure(model, request)
+    statistic = recipe.statistics(split, ids, measured)[metric]
+    return recipe.score(split, ids, [measured]), resampled({metric: statistic})[metric]
+
+
+def _in_words(parity: Parity) -> str:
+    where = f"{parity.samples:,} samples of {parity.split}"
+    values = f"{show(parity.exported)}, in torch {show(parity.trained)}"
+    return f"{parity.metric} on {where}: {values}; {drop_in_words(parity)}"

@@ -21,6 +21,7 @@ from pydantic import Field, ValidationError
 
 from packtrain.data.pack import Pack
 from packtrain.errors import Mistake, NotFound, nearest, printable, quoted
+from packtrain.export.bootstrap import Interval
 from packtrain.job import Job
 from packtrain.pack.manifest import FORMAT as PACK_FORMAT
 from packtrain.pack.manifest import Manifest, PackFile
@@ -81,13 +82,18 @@ class Origin:
 
 @dataclass(frozen=True)
 class Parity:
-    """A metric of the trained model, in torch, and of the exported one on the same samples."""
+    """A metric of the trained model, in torch, and of the exported one on the same samples.
+
+    `drop` is how much worse the exported one is, with its 95 % interval; negative if it is better.
+    """
 
     metric: Label
     split: Label
     samples: Count
     trained: float
     exported: float
+    drop: float
+    interval: Interval
     tolerance: float
     signature: Annotated[str, Field(max_length=1000)] = ""
 
