@@ -177,6 +177,8 @@ def test_the_worked_example_trains_and_predicts_on_a_machine_without_it(
 
     done = packtrain("export", "languages")
     assert (done.returncode, done.stderr) == (0, "")
+    assert done.stdout.splitlines()[-1] == "  inputs and outputs of model.onnx: model/README.md"
+    assert "packtrain" not in done.stdout  # predict and serve refuse it
     assert "| input | `" in Path("model/README.md").read_text()
     with pytest.raises(Mistake, match="is a recipe of your own; use its files with their own runtime"):
         read_model(Path("model"))

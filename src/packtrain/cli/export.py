@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import tempfile
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
@@ -17,6 +17,9 @@ from packtrain.cli.common import (
     print_json,
     trusting,
 )
+
+if TYPE_CHECKING:
+    from packtrain.export.model import ExportedModel
 
 
 def register(app: typer.Typer) -> None:
@@ -62,6 +65,7 @@ def export(
         str | None,
         typer.Option("--to", metavar="PLACE", help="Deliver it: user@board:dir, s3://bucket/prefix or a folder."),
     ] = None,
+    replace: Annotated[bool, typer.Option("--replace", help="Replace the model of another run in the folder.")] = False,
     trust_code: TrustOption = False,
     as_json: JsonOption = False,
 ) -> None:
@@ -72,7 +76,7 @@ def export(
     from packtrain.export.predict import choice_of
 
     options = ExportOptions(
-        choice_of(checkpoint), average, form, "int8" if int8 else "fp32", tolerance, samples, license_name
+        choice_of(checkpoint), average, form, "int8" if int8 else "fp32", tolerance, samples, license_name, replace
     )
     if to is not None:
         destination_of(to)  # refuses a wrong place before the work
@@ -91,16 +95,18 @@ def export(
             print_json({"folder": None if to and not output else str(folder), "to": to, **asdict(model.manifest)})
             return
         if to is None or output is not None:
-            size = sum(file.bytes for file in model.manifest.files)
-            _say_written(folder, size)
+            _say_written(folder, model, run.job.has_own_code)
 
 
-def _say_written(folder: Path, size: int) -> None:
+def _say_written(folder: Path, model: ExportedModel, has_own_code: bool) -> None:
     from shlex import quote
 
     from packtrain.units import show_bytes
 
-    screen = console()
+    screen, size = console(), sum(file.bytes for file in model.manifest.files)
     screen.say("Wrote ", (str(folder), "bold"), f" ({show_bytes(size)})")
+    if has_own_code:
+        screen.say(f"  inputs and outputs of model.onnx: {folder / 'README.md'}")
+        return
     screen.say(f"  try it: packtrain predict {quote(str(folder))}")
     screen.say(f"  serve it: packtrain serve {quote(str(folder))}")

@@ -31,6 +31,7 @@ from packtrain.export.model import (
     Origin,
     Parity,
     Precision,
+    decode_manifest,
     form_of,
     is_model,
 )
@@ -60,6 +61,7 @@ class ExportOptions:
     """`average` checkpoints, the best or the last ones, become one model. None leaves the choice to the recipe.
 
     `tolerance` is how much worse the exported model may score than the trained one, on at most `samples` samples.
+    `replace` lets it take the place of the model of another run.
     """
 
     choice: Choice = "best"
@@ -69,6 +71,7 @@ class ExportOptions:
     tolerance: float | None = None
     samples: int = 1000
     license: str | None = None
+    replace: bool = False
 
 
 class TooFar(PacktrainError):
@@ -77,7 +80,7 @@ class TooFar(PacktrainError):
 
 def export_run(run: Run, folder: Path, options: ExportOptions, say: Say, accept: Accept = refuse) -> ExportedModel:
     """Write the model of a run to a folder, which appears only when it is complete and has been compared."""
-    _check_target(folder)
+    _check_target(folder, run, options.replace)
     trained = load_model(run, options.choice, say, accept, "export")
     checkpoints = [trained.checkpoint]
     if options.average > 1:
@@ -207,12 +210,22 @@ def _stored_files(folder: Path) -> Iterator[StoredFile]:
             yield StoredFile(path.relative_to(folder).as_posix(), path.stat().st_size, sha256_of(path))
 
 
-def _check_target(folder: Path) -> None:
+def _check_target(folder: Path, run: Run, may_replace: bool) -> None:
     name = printable(str(folder))
-    if folder.is_dir() and not is_model(folder) and any(folder.iterdir()):
-        raise Mistake(f"{name}: exists and is not an exported model; choose another folder")
     if folder.exists() and not folder.is_dir():
-        raise Mistake(f"{name}: is a file; choose another folder")
+        raise Mistake(f"{name}: is a file; choose another folder with --output")
+    if is_model(folder):
+        try:
+            origin: Origin | None = decode_manifest((folder / MANIFEST).read_bytes(), name).origin
+        except (Mistake, OSError):
+            origin = None
+        # Other stores have runs of the same name.
+        is_same = origin is not None and (origin.run, origin.job) == (run.name, run.job_digest)
+        if not (is_same or may_replace):
+            holds = "a model that cannot be read" if origin is None else f"the model of {origin.run}"
+            raise Mistake(f"{name}: has {holds}; choose another folder with --output, or pass --replace")
+    elif folder.is_dir() and any(folder.iterdir()):
+        raise Mistake(f"{name}: exists and is not an exported model; choose another folder with --output")
 
 
 @contextmanager
