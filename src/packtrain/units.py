@@ -113,6 +113,22 @@ def keep_share(length: Duration, written: Duration, now: Duration) -> Duration |
     return Duration(value, now.unit) if value < now.value else None
 
 
+ENOUGH = 0.2
+"""The share of a run that is enough for a warm-up, or from one evaluation to the next."""
+
+
+def cut_to(length: Duration, written: Duration, now: Duration) -> Duration | None:
+    """Return a length that takes at most a fifth of the run `now`, or the share that it had of the one `written` for.
+
+    In another unit than the run it gets its share of it, as `keep_share` says. None if that is all of the run.
+    """
+    if length.unit != now.unit:
+        return keep_share(length, written, now)
+    share = max(ENOUGH, length.value / written.value if written.unit == length.unit else 0.0)
+    whole = Duration(1.0, now.unit)
+    return length if length.value <= share * now.value else keep_share(Duration(share, now.unit), whole, now)
+
+
 @dataclass(frozen=True)
 class Amount:
     """The size of a batch: a whole number of tokens or of samples."""

@@ -117,7 +117,7 @@ def test_quantities_are_written_as_strings_and_kinds_as_words() -> None:
     written = Job.model_validate(RECIPE).model_dump(mode="json")
     assert written["train"]["duration"] == "50000 steps"
     assert written["checkpoint"]["every"] == "300 seconds"
-    assert written["train"]["schedule"] == {"noam": {"warmup": "8000 steps", "scale": 2.0, "peak": None}}
+    assert written["train"]["schedule"] == {"noam": {"warmup": "8000 steps", "scale": 2.0, "peak": None, "share": None}}
     assert written["data"]["train"] == [{"bitext": ["train.en", "train.de"], "weight": 2.0}]
     assert written["fleet"] == {
         "local": {"machines": 1, "power_off": False},

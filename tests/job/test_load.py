@@ -15,10 +15,13 @@ from hypothesis import strategies as st
 from packtrain.errors import Mistake
 from packtrain.job import Job
 from packtrain.job.document import scalar
+from packtrain.job.job import TrainSettings
 from packtrain.job.kinds import SCHEDULES
 from packtrain.job.load import LoadedJob, load_job, read_document
 from packtrain.job.secrets import find_secret, has_secret, names_secret
-from packtrain.train.schedule import ConstantSettings, CosineSettings, NoamSettings
+from packtrain.recipes import recipe_defaults
+from packtrain.train.progress import Progress
+from packtrain.train.schedule import ConstantSettings, CosineSettings, NoamSettings, PhasesSettings, rate_of
 from packtrain.units import Duration
 
 VALID = """\
@@ -50,7 +53,7 @@ def directory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 def load(text: str | bytes, *overrides: str, defaults: Mapping[str, object] | None = None) -> LoadedJob:
     Path("a.yaml").write_bytes(text.encode() if isinstance(text, str) else text)
-    return load_job("a.yaml", overrides, lambda _recipe, _code: defaults or {})
+    return load_job("a.yaml", overrides, lambda _recipe, _code, _model: defaults or {})
 
 
 def refusal(text: str | bytes, *overrides: str, defaults: Mapping[str, object] | None = None) -> str:
@@ -97,7 +100,7 @@ def test_errors_name_the_file_as_it_was_given(directory: Path) -> None:
     (directory / "jobs").mkdir()
     (directory / "jobs" / "b.yaml").write_text(VALID.replace("batch:", "bacth:"))
     with pytest.raises(Mistake) as refused:
-        load_job("jobs/b.yaml", defaults_of=lambda _recipe, _code: {"train": {"batch": "1 tokens"}})
+        load_job("jobs/b.yaml", defaults_of=lambda _recipe, _code, _model: {"train": {"batch": "1 tokens"}})
     assert str(refused.value) == "jobs/b.yaml:11: train.bacth: unknown key; did you mean 'batch'?"
 
 
@@ -477,7 +480,7 @@ def test_a_field_that_neither_the_file_nor_the_recipe_has_is_required(directory:
 
 
 def test_an_unknown_recipe_is_refused_with_its_line(directory: Path) -> None:
-    def unknown(recipe: str, _code: Path) -> Mapping[str, object]:
+    def unknown(recipe: str, _code: Path, _model: Mapping[str, object]) -> Mapping[str, object]:
         raise Mistake(f"unknown recipe {recipe!r}; did you mean 'translate'?")
 
     Path("a.yaml").write_text(VALID)
@@ -520,7 +523,7 @@ def job_or_one_line(path: Path, content: bytes, overrides: tuple[str, ...] = ())
     path.write_bytes(content)
     started = time.process_time()
     try:
-        job = load_job(path, overrides, lambda _recipe, _code: DEFAULTS).job
+        job = load_job(path, overrides, lambda _recipe, _code, _model: DEFAULTS).job
     except Mistake as mistake:
         line = str(mistake)
         assert line.isprintable(), line
@@ -615,11 +618,11 @@ checkpoint: {every: 20 epochs}
     ("overrides", "fitted"),
     [
         (["train.duration=20 epochs"], ("4 epochs", "10 epochs", "10 epochs")),  # the interval is as long as the run
-        (["train.duration=2 epochs"], ("0.2 epochs", "0.5 epochs", "1 epochs")),
+        (["train.duration=2 epochs"], ("0.4 epochs", "0.5 epochs", "1 epochs")),
         (["train.duration=50 steps"], ("5 steps", "10 epochs", "20 epochs")),  # an epoch may have fewer steps
         (["train.duration=5 steps"], ("1 steps", "10 epochs", "20 epochs")),
         (["train.duration=1 steps"], ("None", "10 epochs", "20 epochs")),
-        (["train.duration=5 epochs", "evaluate.every=9 epochs"], ("4 epochs", "9 epochs", "2.5 epochs")),
+        (["train.duration=5 epochs", "evaluate.every=9 epochs"], ("1 epochs", "9 epochs", "2.5 epochs")),
         (["train.duration=80 epochs"], ("4 epochs", "10 epochs", "20 epochs")),
     ],
 )
@@ -659,4 +662,114 @@ def test_the_warm_up_of_noam_shrinks_to_reach_its_peak(tmp_path: Path) -> None:
         load_job(tmp_path / "job.yaml", ["model=tiny", f"train.duration={steps} steps"]).job.train.schedule
         for steps in (200, 50, 1)
     ]
-    assert [str(one.model_dump()["warmup"]) for one in schedules] == ["100 steps", "5 steps", "1 steps"]
+    assert [str(one.model_dump()["warmup"]) for one in schedules] == ["40 steps", "10 steps", "1 steps"]
+
+
+def test_a_shorter_warm_up_of_noam_keeps_its_peak(tmp_path: Path) -> None:
+    text = LONG.replace("40 epochs", "50000 steps").replace(
+        "{cosine: {peak: 0.1, warmup: 4 epochs}}", "{noam: {scale: 2.0, warmup: 8000 steps}}"
+    )
+    (tmp_path / "job.yaml").write_text(text)
+    train = load_job(tmp_path / "job.yaml", ["model=tiny", "train.duration=300 steps"]).job.train
+    peak = max(rate_of(train, 128)(Progress(step)) for step in range(300))
+    assert peak == pytest.approx(2.0 * 128**-0.5 * 8000**-0.5, rel=1e-5)
+
+
+@pytest.mark.parametrize(
+    ("schedule", "duration", "doubts"),
+    [
+        ("{noam: {peak: 0.1, warmup: 100 steps}}", "100 steps", 1),
+        ("{noam: {peak: 0.1, warmup: 100 steps}}", "101 steps", 0),
+        ("{noam: {peak: 0.1, warmup: 100 steps, share: 0.2}}", "100 steps", 0),
+        ("{noam: {peak: 0.1, warmup: 100 steps}}", "1 epochs", 0),  # nobody knows yet how many steps that is
+        ("{step: {rate: 0.1, every: 1 epochs, warmup: 2 epochs}}", "1 epochs", 1),
+    ],
+)
+def test_a_written_warm_up_that_never_ends_is_kept_with_a_note(
+    tmp_path: Path, schedule: str, duration: str, doubts: int
+) -> None:
+    text = LONG.replace("40 epochs", duration).replace("{cosine: {peak: 0.1, warmup: 4 epochs}}", schedule)
+    (tmp_path / "job.yaml").write_text(text)
+    notes = load_job(tmp_path / "job.yaml", ["model=tiny"]).notes
+    assert len(notes) == doubts
+    assert all("do not end before the run" in note for note in notes)
+
+
+# Defaults suit the duration.
+
+DURATIONS = ("1 step", "10 steps", "2000 steps", "1 epochs", "3 epochs", "50000 steps", "50 epochs", "10 min", "30 h")
+DATA = {"translate": "bitext: a.tsv", "chat": "dialogue: a.tsv", "classify": "imagenet: a", "caption": "coco: [a, b]"}
+
+
+def default_job(path: Path, recipe: str, *overrides: str, duration: str = "2000 steps", model: str = "tiny") -> Job:
+    data = f"data: {{train: {{{DATA[recipe]}}}}}"
+    path.write_text(f"name: a\nrecipe: {recipe}\n{data}\nmodel: {model}\ntrain: {{duration: {duration}}}\n")
+    loaded = load_job(path, overrides, recipe_defaults)
+    assert not loaded.notes
+    return loaded.job
+
+
+@pytest.mark.parametrize("duration", DURATIONS)
+@pytest.mark.parametrize("recipe", DATA)
+def test_the_defaults_of_every_recipe_suit_any_duration(tmp_path: Path, recipe: str, duration: str) -> None:
+    job = default_job(tmp_path / "job.yaml", recipe, duration=duration)
+    assert default_job(tmp_path / "job.yaml", recipe, f"train.duration={duration}") == job
+    steps = int(job.train.duration.value * {"steps": 1, "epochs": 300, "seconds": 1}[job.train.duration.unit])
+    rate = rate_of(job.train, 128)
+    rates = [rate(Progress(step, step / 300)) for step in range(0, steps, max(1, steps // 100))]
+    assert 0 < max(rates) <= 0.1
+    assert rates.index(max(rates)) <= max(1, 0.21 * len(rates)), "a fifth of the run is warm-up"
+    assert steps < 1000 or max(rates) == pytest.approx(max(rates_of_long_run(tmp_path, recipe)), rel=0.15)
+
+
+def rates_of_long_run(tmp_path: Path, recipe: str) -> list[float]:
+    rate = rate_of(default_job(tmp_path / "long.yaml", recipe, duration="100000 steps").train, 128)
+    return [rate(Progress(step)) for step in range(0, 100_000, 100)]
+
+
+@pytest.mark.parametrize("width", [512, 1024])
+def test_a_long_run_of_translate_has_the_published_rates_bit_for_bit(tmp_path: Path, width: int) -> None:
+    for duration in ("40000 steps", "50000 steps", "300000 steps"):
+        rate = rate_of(default_job(tmp_path / "job.yaml", "translate", duration=duration, model="base").train, width)
+        for step in (0, 1, 100, 7998, 7999, 8000, 39_999):
+            published = 2.0 * width**-0.5 * min((step + 1) * 8000**-1.5, (step + 1) ** -0.5)
+            assert rate(Progress(step)) == published
+
+
+def test_captions_from_pretrained_weights_have_the_published_rates(tmp_path: Path) -> None:
+    model = "{size: resnet101, weights: /w.safetensors}"
+    for duration in ("1 epochs", "15 epochs", "2 h"):
+        assert isinstance(
+            default_job(tmp_path / "job.yaml", "caption", duration=duration, model=model).train.schedule, PhasesSettings
+        )
+
+
+@pytest.mark.parametrize(
+    ("recipe", "override", "schedule"),
+    [
+        ("translate", "noam.peak=0.001", {"noam": {"warmup": "8000 steps", "peak": 0.001, "share": 0.2}}),
+        ("translate", "noam.scale=1.0", {"noam": {"warmup": "8000 steps", "scale": 1.0, "share": 0.2}}),
+        ("translate", "noam.warmup=300 steps", {"noam": {"warmup": "300 steps", "scale": 3.0, "share": 0.2}}),
+        ("classify", "cosine.peak=0.3", {"cosine": {"peak": 0.3, "warmup": "111 steps"}}),
+        ("classify", "one_cycle.peak=0.3", {"one_cycle": {"peak": 0.3}}),
+        ("caption", "constant.rate=0.3", {"constant": {"rate": 0.3}}),
+    ],
+)
+def test_a_field_of_a_schedule_can_be_set_where_the_file_has_none(
+    tmp_path: Path, recipe: str, override: str, schedule: Mapping[str, Any]
+) -> None:
+    job = default_job(tmp_path / "job.yaml", recipe, f"train.schedule.{override}")
+    assert job.train == TrainSettings.model_validate({**job.train.model_dump(), "schedule": schedule})
+
+
+def test_a_field_of_another_kind_does_not_borrow_from_the_default(tmp_path: Path) -> None:
+    with pytest.raises(Mistake, match=r"train\.schedule\.noam\.warmup is required"):
+        default_job(tmp_path / "job.yaml", "classify", "train.schedule.noam.peak=0.3")
+
+
+def test_an_evaluation_interval_by_default_is_at_most_a_fifth_of_the_run(tmp_path: Path) -> None:
+    every = [
+        str(default_job(tmp_path / "job.yaml", "translate", duration=duration).evaluate.every)
+        for duration in ("50000 steps", "2000 steps", "1 step", "3 epochs")
+    ]
+    assert every == ["1000 steps", "400 steps", "1 steps", "1000 steps"]

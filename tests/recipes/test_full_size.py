@@ -20,7 +20,7 @@ from packtrain.job import Job
 from packtrain.pack.build import PlainProgress
 from packtrain.pack.packing import pack
 from packtrain.pack.workers import InProcess
-from packtrain.recipes import Recipe, recipe_class, recipe_defaults
+from packtrain.recipes import Recipe, recipe_class
 from packtrain.recipes.images import RESNETS
 from packtrain.recipes.resnet import ResNet
 from packtrain.run.inputs import GIVEN
@@ -71,7 +71,7 @@ def test_captions_have_the_published_resnet_101_and_a_decoder_of_width_500() -> 
 
 def test_the_caption_job_has_the_recipes_default_schedule() -> None:
     train = load(EXAMPLES / "caption-coco-vizwiz.yaml").job.train
-    assert train.schedule == type(train).model_validate(recipe_defaults("caption")["train"]).schedule
+    assert train.schedule == type(train).model_validate(recipe_class("caption").defaults["train"]).schedule
 
 
 def test_the_wmt14_job_sends_gradients_in_16_bits() -> None:

@@ -236,7 +236,7 @@ def test_a_few_steps_are_too_few_to_judge() -> None:
 
 def rate_of(schedule: dict[str, object], **train: object) -> str:
     points = [*steps_of(30)]
-    rated = [Point("train", 1, one.step, one.time, {**one.values, "rate": one.step / 1000}) for one in points]
+    rated = [Point("train", 1, one.step, one.time, {**one.values, "rate": (31 - one.step) / 1000}) for one in points]
     found = learning_rate(evidence_of(rated, recipe_job(train={"schedule": schedule, **train})))
     assert found is not None
     return found.answer
@@ -263,7 +263,29 @@ def test_a_scaled_rate_is_told_with_its_factor() -> None:
 
 def test_what_the_steps_recorded_is_told_too() -> None:
     answer = rate_of({"constant": {"rate": 0.1}})
-    assert answer.endswith("It was highest at step 30 (0.03) and 0.03 at step 30.")
+    assert answer.endswith("It was highest at step 1 (0.03) and 0.001 at step 30.")
+
+
+@pytest.mark.parametrize(
+    ("peak_step", "state", "verdict", "words"),
+    [
+        (30, "finished", "bad", "It was still rising when training ended at step 30"),
+        (30, "stopped", "note", "The run ended at step 30, before the rate had reached its peak."),
+        (30, "running", "good", "It rises linearly"),
+        (24, "finished", "note", "The warm-up took 80% of the run, which is long."),
+        (6, "finished", "good", "It rises linearly"),
+    ],
+)
+def test_a_warm_up_that_never_ends_is_questioned(peak_step: int, state: str, verdict: str, words: str) -> None:
+    points = [
+        Point("train", 1, one.step, one.time, {**one.values, "rate": 30.0 - abs(one.step - peak_step)})
+        for one in steps_of(30)
+    ]
+    job = recipe_job(train={"schedule": {"noam": {"warmup": "8000 steps", "scale": 2.0}}})
+    found = learning_rate(evidence_of(points, job, summary={"state": state}))
+    assert found is not None
+    assert found.verdict == verdict
+    assert found.answer.startswith(words)
 
 
 @pytest.mark.parametrize("ask", [trained, overfitting, stability, learning_rate])

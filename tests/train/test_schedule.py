@@ -202,28 +202,28 @@ WITH_WARM_UP: dict[str, type[NoamSettings | CosineSettings | StepDownSettings]] 
 @pytest.mark.parametrize(
     ("kind", "warmup", "written", "now", "fitted"),
     [
-        ("noam", "4000 steps", "100000 steps", "5000 steps", "4000 steps"),  # it still fits
-        ("noam", "4000 steps", "100000 steps", "4000 steps", "160 steps"),
-        ("noam", "4000 steps", "100000 steps", "1000 steps", "40 steps"),
+        ("noam", "4000 steps", "100000 steps", "20000 steps", "4000 steps"),  # it still fits
+        ("noam", "4000 steps", "100000 steps", "5000 steps", "1000 steps"),
+        ("noam", "4000 steps", "10000 steps", "100 steps", "40 steps"),  # it had more than a fifth
         ("noam", "4000 steps", "100000 steps", "1 step", "1 step"),
-        ("noam", "4000 steps", "100 epochs", "1000 steps", "100 steps"),
+        ("noam", "4000 steps", "100 epochs", "1000 steps", "200 steps"),
         ("noam", "4000 steps", "100000 steps", "9 epochs", "4000 steps"),
         ("noam", "4000 steps", "100000 steps", "1 min", "4000 steps"),
-        ("cosine", "4000 steps", "100000 steps", "5000 steps", "4000 steps"),
-        ("cosine", "4000 steps", "100000 steps", "4000 steps", "160 steps"),
+        ("cosine", "4000 steps", "100000 steps", "20000 steps", "4000 steps"),
+        ("cosine", "4000 steps", "100000 steps", "4000 steps", "800 steps"),
         ("cosine", "4000 steps", "100000 steps", "10 epochs", "0.4 epochs"),
         ("cosine", "4000 steps", "100000 steps", "1 min", "4000 steps"),
         ("cosine", "2 epochs", "10 epochs", "1 epoch", "0.2 epochs"),
         ("cosine", "4000 steps", "4000 steps", "10 steps", None),
         ("cosine", None, "100000 steps", "10 steps", None),
-        ("step", "4000 steps", "100000 steps", "5000 steps", "4000 steps"),
-        ("step", "4000 steps", "100000 steps", "4000 steps", "160 steps"),
+        ("step", "4000 steps", "100000 steps", "20000 steps", "4000 steps"),
+        ("step", "4000 steps", "100000 steps", "4000 steps", "800 steps"),
         ("step", "4000 steps", "100000 steps", "1 epoch", "4000 steps"),
-        ("step", "2 epochs", "100 epochs", "1 epoch", "0.02 epochs"),
+        ("step", "2 epochs", "100 epochs", "1 epoch", "0.2 epochs"),
         ("step", None, "100000 steps", "10 steps", None),
     ],
 )
-def test_a_warm_up_keeps_its_share_of_a_run_that_it_no_longer_fits_into(
+def test_a_warm_up_takes_a_fifth_of_a_shortened_run_or_the_share_that_it_had(
     kind: str, warmup: str | None, written: str, now: str, fitted: str | None
 ) -> None:
     fields = {name: value for name, value in EXAMPLES[kind].items() if name != "warmup"}

@@ -210,12 +210,25 @@ class Source(Part):
 
 
 class ScheduleKind(Part):
-    """How the learning rate changes over a run. `follows_duration`: its rates depend on where the run ends."""
+    """How the learning rate changes over a run.
 
-    follows_duration: ClassVar[bool] = False
+    `ends_with_run`: it falls until the run ends. `alternatives` are the fields of which exactly one is set.
+    """
+
+    ends_with_run: ClassVar[bool] = False
+    alternatives: ClassVar[frozenset[str]] = frozenset()
+
+    @property
+    def follows_duration(self) -> bool:
+        """True if its rates depend on where the run ends."""
+        return self.ends_with_run
 
     def faults_in(self, train: TrainSettings) -> Iterator[tuple[Location, str]]:  # noqa: ARG002
         """Yield what is wrong between these settings and the rest of the `train` section."""
+        yield from ()
+
+    def doubts_in(self, train: TrainSettings) -> Iterator[str]:  # noqa: ARG002
+        """Yield what is allowed in the rest of the `train` section, but hardly meant."""
         yield from ()
 
     def in_epoch(self, settings: EpochSettings, epoch: int) -> EpochSettings:  # noqa: ARG002
@@ -225,6 +238,10 @@ class ScheduleKind(Part):
     def fitted(self, written: Duration, now: Duration) -> ScheduleKind:  # noqa: ARG002
         """Return the schedule for a run of another length than it was written for: what would not fit shrinks."""
         return self
+
+    def default_for(self, written: Duration, now: Duration) -> ScheduleKind:
+        """Return the schedule as a default of jobs of any length and unit, where a recipe has it for `written`."""
+        return self.fitted(written, now)
 
     @property
     @abstractmethod

@@ -14,18 +14,18 @@ from pydantic import ValidationError
 
 from packtrain.errors import Mistake, printable
 from packtrain.job.document import Document, YamlNode, plain, read_node, read_text
-from packtrain.job.job import Job, expand
+from packtrain.job.job import Job, TrainSettings, expand
 from packtrain.job.kinds import SCHEDULES, word_of
 from packtrain.job.part import Location, code_path_fault, is_address, is_recipe, is_tracking_uri
 from packtrain.job.secrets import holds_secret, secret_in
-from packtrain.units import Duration, counted, keep_share
+from packtrain.units import Duration, counted, cut_to, keep_share
 
 MAX_BYTES = 1_000_000
 
 _STEP = re.compile(r"[A-Za-z0-9_-]+")
 
-DefaultsOf = Callable[[str, Path], Mapping[str, object]]
-"""Returns the defaults of a recipe, given its name and the directory of the job's code."""
+DefaultsOf = Callable[[str, Path, Mapping[str, object]], Mapping[str, object]]
+"""Returns the defaults of a recipe, given its name, the directory of the job's code, and the job's section `model`."""
 
 
 def read_document(path: str | Path) -> Document:
@@ -146,8 +146,42 @@ def merge_defaults(document: Document, defaults: Mapping[str, object]) -> Docume
     return replace(document, data=data)
 
 
-def no_defaults(_recipe: str, _code: Path) -> Mapping[str, object]:
+def no_defaults(_recipe: str, _code: Path, _model: Mapping[str, object]) -> Mapping[str, object]:
     return {}
+
+
+def fitted_defaults(defaults: Mapping[str, Any], given: Mapping[str, Any]) -> Mapping[str, Any]:
+    """Return a recipe's defaults as they suit a job, of which `given` is what its file and `--set` say.
+
+    They are written for the recipe's own duration: a default never makes another one impossible. If `--set` names a
+    field of another schedule, or one that excludes another, the default gives way.
+    """
+    defaults = expand(defaults)
+    try:
+        train = TrainSettings.model_validate(defaults["train"])
+        now = Duration.parse(_section(given, "train").get("duration", str(train.duration)))
+    except (ValidationError, ValueError, TypeError, KeyError):
+        return defaults  # whatever is wrong is reported with its place
+    schedule = train.schedule.default_for(train.duration, now)
+    word, changed = word_of(SCHEDULES, schedule), dict(defaults["train"])
+    if schedule != train.schedule:
+        changed["schedule"] = {word: schedule.model_dump(mode="json", exclude_none=True)}
+    words = _section(_section(given, "train"), "schedule")
+    if words and list(words) != [word]:
+        del changed["schedule"]
+    elif any(_section(words, word).get(name) is not None for name in schedule.alternatives):
+        others = schedule.model_dump(mode="json", exclude_none=True, exclude=set(schedule.alternatives))
+        changed["schedule"] = {word: others}
+    evaluate = dict(_section(defaults, "evaluate"))
+    every = evaluate.get("every")
+    if isinstance(every, str) and (length := Duration.parse(every)).unit == now.unit == train.duration.unit:
+        evaluate["every"] = str(cut_to(length, train.duration, now) or now)
+    return {**defaults, "train": changed, **({"evaluate": evaluate} if evaluate else {})}
+
+
+def _section(data: Mapping[str, Any], name: str) -> Mapping[str, Any]:
+    section = data.get(name)
+    return section if isinstance(section, Mapping) else {}
 
 
 @dataclass(frozen=True)
@@ -190,14 +224,15 @@ def load_job(path: str | Path, overrides: Sequence[str] = (), defaults_of: Defau
     directory = Path(os.path.normpath(Path(path).absolute())).parent
     # Twice: the recipe may come from `--set`, its defaults go below the file, and `--set` goes on top of both.
     given = apply_overrides(document, overrides).data
+    written, defaults = document, None
     recipe, code = given.get("recipe"), given.get("code", ".")
     if isinstance(recipe, str) and is_recipe(recipe) and isinstance(code, str) and not code_path_fault(code):
         try:
-            defaults = defaults_of(recipe, directory / code)
+            defaults = defaults_of(recipe, directory / code, _section(given, "model"))
         except Mistake as mistake:
             raise apply_overrides(document, overrides).mistake(("recipe",), str(mistake)) from None
-        document = merge_defaults(document, defaults)
-    document, notes = _fitted(document, apply_overrides(document, overrides), overrides)
+        document = merge_defaults(document, fitted_defaults(defaults, given))
+    document, notes = _fitted(written, defaults, apply_overrides(document, overrides), overrides)
     try:
         job = Job.model_validate(document.data)
     except ValidationError as error:
@@ -220,11 +255,14 @@ def load_job(path: str | Path, overrides: Sequence[str] = (), defaults_of: Defau
     if where is not None and not is_tracking_uri(where):
         report = job.report.model_copy(update={"mlflow": os.path.normpath(directory / where)})
         job = job.model_copy(update={"report": report})
-    return LoadedJob(job, directory, document, notes, tuple(overrides))
+    doubts = () if job.recipe is None else job.train.schedule.doubts_in(job.train)
+    return LoadedJob(job, directory, document, (*notes, *doubts), tuple(overrides))
 
 
-def _fitted(written: Document, document: Document, overrides: Sequence[str]) -> tuple[Document, tuple[str, ...]]:
-    """Return a job that `--set` makes shorter with its warm-up and intervals made shorter, too, and a line about each.
+def _fitted(
+    written: Document, defaults: Mapping[str, object] | None, document: Document, overrides: Sequence[str]
+) -> tuple[Document, tuple[str, ...]]:
+    """Return a job that `--set` makes shorter with the file's warm-up and intervals shortened, and a line about each.
 
     Whatever `--set` names stays as it is.
     """
@@ -233,7 +271,10 @@ def _fitted(written: Document, document: Document, overrides: Sequence[str]) -> 
         return document, ()
     others = [override for override in overrides if override.partition("=")[0].strip() != "train.duration"]
     try:
-        job = Job.model_validate(apply_overrides(written, others).data)
+        longer = apply_overrides(written, others)
+        if defaults is not None:
+            longer = apply_overrides(merge_defaults(written, fitted_defaults(defaults, longer.data)), others)
+        job = Job.model_validate(longer.data)
         now = Duration.parse(document.data["train"]["duration"])
     except (ValidationError, Mistake, ValueError, TypeError, KeyError):
         return document, ()  # whatever is wrong is reported with its place
@@ -244,15 +285,20 @@ def _fitted(written: Document, document: Document, overrides: Sequence[str]) -> 
     changes = {
         f"train.schedule.{word}.{field}": (before, after)
         for field, before in job.train.schedule
-        if (after := getattr(schedule, field)) != before and not any(one.startswith("train.schedule") for one in given)
+        if (after := getattr(schedule, field)) != before
+        and "schedule" in _section(written.data, "train")
+        and not any(one.startswith("train.schedule") for one in given)
     }
     for section in ("evaluate", "checkpoint"):
         every = getattr(job, section).every
+        if "every" not in _section(written.data, section):
+            continue
         is_longer = isinstance(every, Duration) and every.unit == now.unit and every.value >= now.value
         if is_longer and not any(one.startswith(section) for one in given):
             changes[f"{section}.every"] = (every, keep_share(every, job.train.duration, now) or now)
     data, places = _copy(document.data), dict(document.places)
     for field, (_, after) in changes.items():
-        _set(data, places, tuple(field.split(".")), YamlNode(1, None if after is None else str(after)))
+        value = str(after) if isinstance(after, Duration) else after
+        _set(data, places, tuple(field.split(".")), YamlNode(1, value))
     notes = [f"{field}: {before} -> {after}, to fit train.duration" for field, (before, after) in changes.items()]
     return replace(document, data=data, places=places), tuple(notes)

@@ -97,8 +97,10 @@ def recipe_of(run: Run) -> type[Recipe]:
     return recipe_class(name, unpacked(run.code) if run.job.has_own_code else None)
 
 
-def recipe_defaults(name: str, code: Path | None = None) -> Mapping[str, object]:
-    return recipe_class(name, code).defaults
+def recipe_defaults(
+    name: str, code: Path | None = None, model: Mapping[str, object] | None = None
+) -> Mapping[str, object]:
+    return recipe_class(name, code).defaults_for(model or {})
 
 
 def check_recipe(job: Job, code: Path | None = None) -> None:

@@ -117,6 +117,8 @@ class Classify(ImageRecipe[ImageBatches]):
         },
         "evaluate": {"every": "1 epochs"},
     }
+    # Smaller crops of an image of 32 pixels show hardly anything.
+    size_defaults: ClassVar[Mapping[str, Mapping[str, object]]] = {"tiny": {"size": 32, "min_scale": 0.6}}
 
     def __init__(self, job: Job, pack: Pack) -> None:
         augment = job.train.augment

@@ -12,7 +12,7 @@ from contextlib import AbstractContextManager, nullcontext
 from dataclasses import asdict, dataclass, field, replace
 from functools import cached_property
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, ClassVar, Literal, TypeVar
+from typing import TYPE_CHECKING, Any, ClassVar, Literal, TypeVar, cast
 
 import numpy as np
 from numpy.typing import NDArray
@@ -182,7 +182,9 @@ class Recipe(ABC):
     """
 
     defaults: ClassVar[Mapping[str, object]]
-    """Defaults for fields of the job file."""
+    """Defaults for fields of the job file. A schedule or an interval in them is adapted to other durations."""
+    size_defaults: ClassVar[Mapping[str, Mapping[str, object]]] = {}
+    """Other defaults for fields of `train`, by the size of the model."""
     unit: ClassVar[str]
     """The unit of batch sizes: tokens or samples."""
     contents: ClassVar[frozenset[str]]
@@ -227,6 +229,13 @@ class Recipe(ABC):
 
     def __init__(self, job: Job, pack: Pack) -> None:
         self.job, self.pack = job, pack
+
+    @classmethod
+    def defaults_for(cls, model: Mapping[str, object]) -> Mapping[str, object]:
+        """Return the defaults for a job whose section `model` says this; it has not been checked."""
+        changes = cls.size_defaults.get(str(model.get("size")))
+        train = cast("Mapping[str, object]", cls.defaults.get("train", {}))
+        return {**cls.defaults, "train": {**train, **changes}} if changes else cls.defaults
 
     @classmethod
     @abstractmethod

@@ -43,11 +43,15 @@ class Translate(PairRecipe):
             "duration": "50000 steps",
             "batch": "25000 tokens",
             "optimizer": {"adam": {"betas": [0.9, 0.997], "epsilon": 1e-9}},
-            "schedule": {"noam": {"warmup": "8000 steps", "scale": 2.0}},
+            "schedule": {"noam": {"warmup": "8000 steps", "scale": 2.0, "share": 0.2}},
             "label_smoothing": 0.1,
             "clip": 1.0,
         },
         "evaluate": {"every": "1000 steps"},
+    }
+    # A small model can take higher rates, and its runs are too short for them to become low at the end.
+    size_defaults: ClassVar[Mapping[str, Mapping[str, object]]] = {
+        "tiny": {"schedule": {"noam": {"warmup": "8000 steps", "scale": 3.0, "share": 0.2}}, "ema": 0.99}
     }
 
     @classmethod

@@ -22,6 +22,7 @@ _NO_CHANGE = 0.005  # of the value, per doubling of the steps: less is not worth
 _MAYBE_CHANGE = 0.02  # as long as more than this is possible, a curve is not called flat
 _MIN_STEPS = 20
 _BUCKETS = 40
+_LONG_WARMUP = 0.5  # of a run
 
 Course = Literal["improving", "flat", "worse", "unclear"]
 
@@ -170,7 +171,7 @@ def _measured_on(evidence: Evidence, name: str) -> tuple[str, ...]:
 def _rate_left(evidence: Evidence) -> tuple[str, ...]:
     """Say if the schedule ends with the run: more steps then need another schedule, not only more time."""
     rates = [value for _, value in values_of(evidence.steps, "rate")]
-    if not rates or max(rates) <= 0 or not evidence.job.train.schedule.follows_duration:
+    if not rates or max(rates) <= 0 or not evidence.job.train.schedule.ends_with_run:
         return ()
     share = rates[-1] / max(rates)
     return (
@@ -386,7 +387,8 @@ def learning_rate(evidence: Evidence) -> Finding | None:
     schedule = evidence.job.train.schedule
     peak_step, peak = max(rates, key=lambda one: one[1])
     last_step, last = rates[-1]
-    if peak == min(value for _, value in rates):
+    is_constant = peak == min(value for _, value in rates)
+    if is_constant:
         seen = f"It was {last:.3g} at every step."
     else:
         seen = f"It was highest at step {peak_step:,.0f} ({peak:.3g}) and {last:.3g} at step {last_step:,.0f}."
@@ -395,10 +397,26 @@ def learning_rate(evidence: Evidence) -> Finding | None:
     if scale is not None:
         told = scale.in_words(evidence.job.train.batch)
         words = f"{words} {told[0].upper()}{told[1:]}."
+    doubt, verdict = _warmup_doubt(evidence, peak_step, last_step, is_constant)
     return Finding(
-        "rate", "model", "What does the learning rate do?", f"{words} {seen}", "good",
+        "rate", "model", "What does the learning rate do?", f"{doubt}{words} {seen}", verdict,
         ("The words are those of train.schedule in the job; the curve is what the steps recorded.",),
         (Chart("learning rate", (Series("learning rate", rates),)),
          Rows(("setting", "value"), tuple((name, str(value)) for name, value in settings.items()))),
         {"peak": peak, "peak_step": peak_step, "last": last},
     )  # fmt: skip
+
+
+def _warmup_doubt(evidence: Evidence, peak_step: float, last_step: float, is_constant: bool) -> tuple[str, Verdict]:
+    """Say if most of the run was a warm-up, or all of it."""
+    state = evidence.summary.state
+    if is_constant or state not in ("finished", "stopped", "failed") or peak_step <= _LONG_WARMUP * last_step:
+        return "", "good"
+    if peak_step < last_step:
+        return f"The warm-up took {peak_step / last_step:.0%} of the run, which is long. ", "note"
+    if state != "finished":
+        return f"The run ended at step {last_step:,.0f}, before the rate had reached its peak. ", "note"
+    return (
+        f"It was still rising when training ended at step {last_step:,.0f}: use a shorter warm-up, or train longer. ",
+        "bad",
+    )

@@ -25,12 +25,14 @@ from packtrain.job.part import (
     Scale,
     Steps,
 )
-from packtrain.units import Duration, keep_share
+from packtrain.units import ENOUGH, Duration, cut_to
 
 if TYPE_CHECKING:  # progress needs numpy, which takes longer to import than it takes to read a job
     from packtrain.train.progress import Progress
 
 Rate = Callable[["Progress"], float]
+
+_LONGEST_WARMUP = 8000.0  # steps, of a default whose own is in epochs
 
 
 def rate_of(train: TrainSettings, width: int) -> Rate:
@@ -48,15 +50,33 @@ class NoamSettings(ScheduleKind):
     """Linear warm-up, then the inverse square root of the step.
 
     `scale` is the factor of the formula that includes the model's width; `peak` is the rate at the end of the warm-up.
+    If `warmup` is more than `share` of the run, that share is the warm-up, and its peak is what `warmup` would reach.
     """
+
+    alternatives = frozenset({"scale", "peak"})
 
     warmup: Steps
     scale: Positive | None = None
     peak: Positive | None = None
+    share: Scale | None = None
+
+    @property
+    def follows_duration(self) -> bool:
+        return self.share is not None
 
     def faults(self) -> Iterator[tuple[Location, str]]:
         if (self.scale is None) == (self.peak is None):
             yield (), "set exactly one of scale and peak"
+
+    def faults_in(self, train: TrainSettings) -> Iterator[tuple[Location, str]]:
+        if self.share is not None and train.duration.unit == "seconds":
+            yield (
+                ("schedule", "noam", "share"),
+                "requires train.duration in steps or epochs",
+            )
+
+    def doubts_in(self, train: TrainSettings) -> Iterator[str]:
+        return iter(()) if self.share else _endless_warmup("noam", self.warmup, train)
 
     @property
     def in_words(self) -> str:
@@ -65,24 +85,55 @@ class NoamSettings(ScheduleKind):
             if self.peak is None
             else f"chosen so that the peak is {self.peak:g}"
         )
+        if self.share is None:
+            length = f"for {self.warmup}"
+        else:
+            factor = f"{factor} with {self.warmup}"
+            length = f"to the same peak for {self.warmup} or {self.share:.0%} of the run, whichever is shorter"
         return (
-            f"It rises linearly for {self.warmup}, then falls with the inverse square root of the step: the factor is"
-            f" {factor}."
+            f"It rises linearly {length}, then falls with the inverse square root of the step: the factor is {factor}."
         )
 
     def fitted(self, written: Duration, now: Duration) -> NoamSettings:
-        if now.unit != "steps" or self.warmup.value < now.value:
+        if now.unit != "steps" or self.share is not None:
             return self
-        return self.model_copy(update={"warmup": keep_share(self.warmup, written, now) or Duration(1, "steps")})
+        return self._warmed_up_in(cut_to(self.warmup, written, now) or Duration(1.0, "steps"))
 
-    def build(self, width: int, duration: Duration) -> Rate:  # noqa: ARG002
+    def default_for(self, written: Duration, now: Duration) -> NoamSettings:
+        if now.unit != "seconds":
+            return self.fitted(written, now)
+        return self.model_copy(update={"share": None})._warmed_up_in(_in_steps(self.warmup, now))
+
+    def _warmed_up_in(self, warmup: Duration) -> NoamSettings:
+        """Return the schedule with another warm-up and the same peak."""
+        if warmup == self.warmup:
+            return self
+        if self.scale is None:
+            return self.model_copy(update={"warmup": warmup})
+        scale = float(f"{self.scale * math.sqrt(warmup.value / self.warmup.value):.6g}")
+        return self.model_copy(update={"warmup": warmup, "scale": scale})
+
+    def build(self, width: int, duration: Duration) -> Rate:
         warmup = self.warmup.value
         if self.peak is not None:
             factor = self.peak * warmup**0.5
         else:
             assert self.scale is not None
             factor = self.scale * width**-0.5
-        return lambda now: factor * min((now.step + 1) * warmup**-1.5, (now.step + 1) ** -0.5)
+
+        def rate(now: Progress) -> float:
+            return float(factor * min((now.step + 1) * warmup**-1.5, (now.step + 1) ** -0.5))
+
+        if self.share is None:
+            return rate
+        share, peak = Duration(self.share * duration.value, duration.unit), float(factor * warmup**-0.5)
+
+        def rate_in_share(now: Progress) -> float:
+            # The shorter of both warm-ups counts, so that a long run has exactly `rate`.
+            warmups = _warmup_progress(share, now)
+            return rate(now) if warmups <= (now.step + 1) / warmup else peak * min(warmups, 1 / math.sqrt(warmups))
+
+        return rate_in_share
 
 
 class ConstantSettings(ScheduleKind):
@@ -101,7 +152,14 @@ class ConstantSettings(ScheduleKind):
 class _OverTheRun(ScheduleKind):
     """A schedule that depends on where the run ends."""
 
-    follows_duration = True
+    ends_with_run = True
+    peak: Positive
+
+    def default_for(self, written: Duration, now: Duration) -> ScheduleKind:
+        # Nobody knows the last step of a run that ends by the clock: a rate that falls all the time needs none.
+        if now.unit == "seconds":
+            return NoamSettings(warmup=_in_steps(None, now), peak=self.peak)
+        return self.fitted(written, now)
 
     def faults_in(self, train: TrainSettings) -> Iterator[tuple[Location, str]]:
         if train.duration.unit == "seconds":
@@ -111,7 +169,6 @@ class _OverTheRun(ScheduleKind):
 class OneCycleSettings(_OverTheRun):
     """Up to the peak over a share of the run, then down to almost zero, both along a cosine."""
 
-    peak: Positive
     warmup: Fraction = 0.3
     start: Scale = 0.04
     end: Scale = 0.0001
@@ -136,7 +193,6 @@ class OneCycleSettings(_OverTheRun):
 class CosineSettings(_OverTheRun):
     """Linear up to the peak, then along a cosine to the floor at the end of the run."""
 
-    peak: Positive
     warmup: Length | None = None
     floor: NotNegative = 0.0
 
@@ -146,10 +202,9 @@ class CosineSettings(_OverTheRun):
         return f"It {start}, then falls along half a cosine to {self.floor:g} at the end of the run."
 
     def fitted(self, written: Duration, now: Duration) -> CosineSettings:
-        fits = self.warmup is None or (self.warmup.unit == now.unit and self.warmup.value < now.value)
-        if self.warmup is None or fits or now.unit == "seconds":
+        if self.warmup is None or now.unit == "seconds":
             return self
-        return self.model_copy(update={"warmup": keep_share(self.warmup, written, now)})
+        return self.model_copy(update={"warmup": cut_to(self.warmup, written, now)})
 
     def faults_in(self, train: TrainSettings) -> Iterator[tuple[Location, str]]:
         yield from super().faults_in(train)
@@ -191,10 +246,13 @@ class StepDownSettings(ScheduleKind):
             if length is not None and length.unit == "seconds":
                 yield (field,), "must be in steps or epochs"
 
+    def doubts_in(self, train: TrainSettings) -> Iterator[str]:
+        return _endless_warmup("step", self.warmup, train)
+
     def fitted(self, written: Duration, now: Duration) -> StepDownSettings:
-        if self.warmup is None or self.warmup.unit != now.unit or self.warmup.value < now.value:
+        if self.warmup is None or self.warmup.unit != now.unit:
             return self
-        return self.model_copy(update={"warmup": keep_share(self.warmup, written, now)})
+        return self.model_copy(update={"warmup": cut_to(self.warmup, written, now)})
 
     def build(self, width: int, duration: Duration) -> Rate:  # noqa: ARG002
         from packtrain.train.progress import multiples
@@ -312,7 +370,22 @@ def _cosine(start: float, end: float, done: float) -> float:
 
 def _warmup_share(warmup: Duration | None, now: Progress) -> float:
     """Return the share of the full rate in a linear warm-up, which its last step reaches."""
-    if warmup is None:
-        return 1.0
+    return 1.0 if warmup is None else min(1.0, _warmup_progress(warmup, now))
+
+
+def _warmup_progress(warmup: Duration, now: Progress) -> float:
+    """Return how many times as long as a warm-up the run has trained."""
     ahead = 1.0 if warmup.unit == "steps" else 0.0  # the first step is not made at a rate of 0
-    return min(1.0, (now.in_unit(warmup.unit) + ahead) / warmup.value)
+    return (now.in_unit(warmup.unit) + ahead) / warmup.value
+
+
+def _endless_warmup(word: str, warmup: Duration | None, train: TrainSettings) -> Iterator[str]:
+    if warmup is not None and warmup.unit == train.duration.unit and warmup.value >= train.duration.value:
+        field = f"train.schedule.{word}.warmup: {warmup}"
+        yield f"{field} do not end before the run, which has {train.duration}: the rate is still rising at its end"
+
+
+def _in_steps(warmup: Duration | None, now: Duration) -> Duration:
+    """Return a warm-up in steps for a run of so many seconds, as if a step took one: most take less."""
+    steps = float(max(1, round(ENOUGH * now.value)))
+    return Duration(min(steps, warmup.value if warmup else _LONGEST_WARMUP), "steps")

@@ -94,6 +94,10 @@ SIZES: Mapping[str, CaptionerShape] = {
 }
 
 
+# The published rates are those of an encoder that was trained before; one with random weights needs higher ones.
+FROM_SCRATCH: Mapping[str, object] = {"cosine": {"peak": 1e-3, "warmup": "1 epochs"}}
+
+
 def captioner_shape(model: ModelSettings) -> CaptionerShape:
     """Return the named size with the job's options applied."""
     choices = {"encoder": tuple(ENCODERS), "cell": ("gru", "lstm"), "pixels": tuple(PIXELS)}
@@ -193,11 +197,19 @@ class Caption(ImageRecipe[CaptionBatches]):
         },
         "evaluate": {"every": "1 epochs", "beam": 5},
     }
+    size_defaults: ClassVar[Mapping[str, Mapping[str, object]]] = {"tiny": {"size": 48}}
 
     def __init__(self, job: Job, pack: Pack) -> None:
         super().__init__(job, pack, CaptionBatches)
         self._shape = captioner_shape(job.model)
         self._references: dict[str, CaptionReferences] = {}
+
+    @classmethod
+    def defaults_for(cls, model: Mapping[str, object]) -> Mapping[str, object]:
+        defaults = super().defaults_for(model)
+        if model.get("weights"):
+            return defaults
+        return {**defaults, "train": {**cast("Mapping[str, object]", defaults["train"]), "schedule": FROM_SCRATCH}}
 
     @classmethod
     def check(cls, job: Job) -> None:

@@ -64,10 +64,14 @@ class Chat(PairRecipe):
             "duration": "500000 steps",
             "batch": "1500 tokens",
             "optimizer": {"adam": {"betas": [0.9, 0.999], "epsilon": 1e-7}},
-            "schedule": {"noam": {"warmup": "2500 steps", "scale": 1.0}},
+            "schedule": {"noam": {"warmup": "2500 steps", "scale": 1.0, "share": 0.2}},
             "clip": 1.0,
         },
         "evaluate": {"every": "5000 steps"},
+    }
+    # A small model can take higher rates, and its runs are too short for them to become low at the end.
+    size_defaults: ClassVar[Mapping[str, Mapping[str, object]]] = {
+        "tiny": {"schedule": {"noam": {"warmup": "2500 steps", "scale": 1.7, "share": 0.2}}, "ema": 0.99}
     }
 
     @classmethod
