@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import tempfile
 import time
 from collections.abc import Callable
@@ -60,6 +61,15 @@ class TimingClock(Clock):
 def load(name: str, *settings: str) -> Job:
     """Return the job of examples/NAME.yaml, with settings as in `packtrain run --set`."""
     return load_job(bench.EXAMPLES / f"{name}.yaml", list(settings), recipe_defaults).job
+
+
+def by_default(job: Job, directory: Path) -> Job:
+    """Return the job as a newcomer writes it: data, model, duration and batch, and the recipe's defaults."""
+    fields = job.model_dump(mode="json", include={"name", "recipe", "store", "data", "model", "evaluate", "checkpoint"})
+    train = {"duration": str(job.train.duration), "batch": str(job.train.batch)}
+    path = directory / "job.yaml"
+    path.write_text(json.dumps({**fields, "train": train}))
+    return load_job(path, [], recipe_defaults).job
 
 
 def packed(job: Job, directory: Path) -> tuple[Recipe, Store]:

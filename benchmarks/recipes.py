@@ -1,11 +1,13 @@
-"""Score of each recipe after the time of its example, against a bare PyTorch script with the same model.
+"""Score of each recipe after the time of its example, against a bare PyTorch script and against its defaults.
 
-    python benchmarks/recipes.py [--json] [--share 1] [--clock wall] [translate classify chat caption]
+    python benchmarks/recipes.py [--json] [translate classify chat caption] [--share 1] [--clock wall]
+        [--against defaults]
 
 Ours is the Trainer on one thread plus the loader's thread, for `share` of the example's steps. The bare script has the
 same model, loss, optimizer, schedule and EMA. It shuffles, takes the next samples until the batch is full and makes the
 batch when it is needed. It stops after the same wall time, or CPU time (`--clock cpu`, for a shared machine). Both are
-evaluated on the validation split in the same way.
+evaluated on the validation split in the same way. The job with the recipe's defaults has the example's data, model,
+duration and batch, and nothing else: it is a fault if it reaches less than 90 % of the example's score.
 """
 
 from __future__ import annotations
@@ -35,6 +37,8 @@ from packtrain.train.progress import Progress
 
 RECIPES = ("translate", "classify", "chat", "caption")
 BEAM = 1
+OURS, BARE, DEFAULTS = "packtrain", "bare PyTorch", "defaults"
+ENOUGH = 0.9  # of the example's score, for a job with the recipe's defaults
 
 
 @dataclass(frozen=True)
@@ -119,6 +123,7 @@ def parser() -> argparse.ArgumentParser:
     arguments.add_argument("--share", type=float, default=1.0)
     arguments.add_argument("--decoded", type=int, default=200, help="validation samples")
     arguments.add_argument("--clock", choices=("wall", "cpu"), default="wall")
+    arguments.add_argument("--against", nargs="*", choices=(BARE, DEFAULTS), default=[BARE, DEFAULTS])
     return arguments
 
 
@@ -129,9 +134,19 @@ def measure(options: argparse.Namespace) -> dict[str, dict[str, Learned]]:
     for name in options.recipes:
         with tempfile.TemporaryDirectory() as directory:
             recipe, store = prepared(name, options.share, Path(directory))
-            mine = ours(recipe, store, options.decoded)
-            learned[name] = {"packtrain": mine, "bare PyTorch": bare(recipe, mine, options.clock, options.decoded)}
+            learned[name] = {OURS: ours(recipe, store, options.decoded)}
+            if BARE in options.against:
+                learned[name][BARE] = bare(recipe, learned[name][OURS], options.clock, options.decoded)
+            if DEFAULTS in options.against:
+                job = example.by_default(recipe.job, Path(directory))
+                learned[name][DEFAULTS] = ours(*example.packed(job, Path(directory)), options.decoded)
     return learned
+
+
+def relative_score(name: str, result: Learned, of: Learned) -> float:
+    recipe = recipe_class(name)
+    better, worse = (of, result) if recipe.best_metric in recipe.lower_is_better else (result, of)
+    return better.score / worse.score if worse.score else 1.0
 
 
 def report(options: argparse.Namespace, learned: dict[str, dict[str, Learned]]) -> bench.Report:
@@ -144,12 +159,19 @@ def report(options: argparse.Namespace, learned: dict[str, dict[str, Learned]]) 
             "CPU seconds": result.processor_seconds,
             "score": result.score,
             "by": recipe_class(name).best_metric,
+            "of the example": relative_score(name, result, contenders[OURS]),
         }
         for name, contenders in learned.items()
         for who, result in contenders.items()
     ]
     notes = [f"{options.share:.0%} of the example's steps; greedy search on {options.decoded} validation samples"]
-    return bench.Report("Recipes", rows, notes)
+    faults = [
+        f"{name}: the defaults reach {share:.0%} of the example's score, less than {ENOUGH:.0%}"
+        for name, contenders in learned.items()
+        if DEFAULTS in contenders and options.share >= 1
+        if (share := relative_score(name, contenders[DEFAULTS], contenders[OURS])) < ENOUGH
+    ]
+    return bench.Report("Recipes", rows, notes, faults)
 
 
 if __name__ == "__main__":

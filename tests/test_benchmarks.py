@@ -225,7 +225,12 @@ CASES: dict[str, list[Case]] = {
                 "translate": {
                     "packtrain": script.Learned(7, 3.0, 4.0, 12.5),
                     "bare PyTorch": script.Learned(8, 3.5, 4.0, 12.0),
-                }
+                    "defaults": script.Learned(7, 3.5, 4.0, 10.0),
+                },
+                "chat": {
+                    "packtrain": script.Learned(7, 3.0, 4.0, 80.0),
+                    "defaults": script.Learned(7, 3.5, 4.0, 100.0),
+                },
             },
             [
                 {
@@ -237,6 +242,9 @@ CASES: dict[str, list[Case]] = {
                     "by": "bleu",
                 },
                 {"who": "bare PyTorch", "steps": 8, "seconds": 3.5},
+                {"who": "defaults", "of the example": 0.8},
+                {"recipe": "chat", "who": "packtrain", "of the example": 1.0},
+                {"who": "defaults", "score": 100.0, "by": "perplexity", "of the example": 0.8},
             ],
             ["25% of the example's steps; greedy search on 20 validation samples"],
         )
