@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import time
 from dataclasses import replace
 from pathlib import Path
@@ -16,7 +17,6 @@ from packtrain.cli import app
 from packtrain.errors import Mistake, NotFinished
 from packtrain.export.predict import load_model
 from packtrain.fork import CheckpointName, read_name
-from packtrain.job import Job
 from packtrain.pack.build import PlainProgress
 from packtrain.recipes import recipe_class
 from packtrain.report.evidence import gather
@@ -103,11 +103,12 @@ def write_job(folder: Path, name: str = "small", split: str = "train", **section
             "duration": "8 steps",
             "batch": "40 tokens",
             "schedule": {"constant": {"rate": 0.01}},
+            "ema": None,
             **sections.get("train", {}),
         },
     }
     path = folder / f"{name}.yaml"
-    path.write_text(Job.model_validate(job).model_dump_json(exclude_none=True, exclude_defaults=True))
+    path.write_text(json.dumps(job))
     return path
 
 

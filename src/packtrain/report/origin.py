@@ -174,7 +174,7 @@ def job_text(job: Job) -> str:
     short = _without_nulls(job.model_dump(mode="json", exclude_defaults=True))
     known: Mapping[str, Any] = full if job.recipe is not None else {}
     if (recipe := built_in(job.recipe)) is not None:
-        known = expand(recipe.defaults)
+        known = expand(recipe.defaults_for(full["model"]))
     for section, fields in known.items():
         own = full.get(section)
         if isinstance(fields, Mapping) and isinstance(own, Mapping):
