@@ -35,6 +35,17 @@ def plan(
     device: Annotated[
         str | None, typer.Option(metavar="GPU", help="Plan for this GPU from the table of devices, e.g. a100.")
     ] = None,
+    samples: Annotated[
+        str | None,
+        typer.Option(
+            metavar="NUMBER",
+            help="Plan without the data: its training samples, or a well-known set (imagenet, wmt14-en-de, cornell, "
+            "coco, vizwiz); of a mix, one for each source.",
+        ),
+    ] = None,
+    length: Annotated[
+        float | None, typer.Option(metavar="TOKENS", min=1.0, max=1e6, help="Mean length of a target, with --samples.")
+    ] = None,
     link: Annotated[
         str | None, typer.Option(metavar="SPEED", help='Speed of the machines\' network, e.g. "10 Gbit/s".')
     ] = None,
@@ -47,7 +58,7 @@ def plan(
 
     if probe and device is not None:
         raise Mistake("--probe measures the machines, and --device replaces them; use one of them")
-    request = PlanRequest(_counts(machines), probe, device, _link_speed(link))
+    request = PlanRequest(_counts(machines), samples, length, probe, device, _link_speed(link))
     loaded = load(job, overrides or ())
     progress = console(sys.stderr)
     made = make_plan(loaded, request, lambda text: progress.say((f"  {text}", "dim")))
@@ -99,7 +110,7 @@ def _print(made: Plan) -> None:
         f" {about}{show_count(work.steps_per_epoch)} steps per epoch",
         "steps": f"{steps} of {show_count(work.units_per_step)} {work.unit}"
         + ("" if work.unit == "samples" else f" ({show_count(work.samples_per_step)} samples)")
-        + (f", {_epochs(goal.steps / work.steps_per_epoch)}" if goal.steps else ""),
+        + (f", {_epochs(goal.epochs)}" if goal.epochs else ""),
         "speed": made.source,
     }
     if any(one.machines > 1 for one in made.estimates):

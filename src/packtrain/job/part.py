@@ -54,7 +54,7 @@ _ADDRESS = re.compile(r"[A-Za-z][A-Za-z0-9+.-]*://|store:")
 _CONTROL = re.compile("[\x00-\x1f\x7f-\x9f\ud800-\udfff]")
 _NUMBER = re.compile(r"[-+]?[0-9]+(\.[0-9]*)?([eE][-+]?[0-9]+)?")
 _INPUT_SCHEMES = ("s3://", "gs://", "az://", "store:files/")
-_DATA_SCHEMES = ("s3://", "http://", "https://", "store:")
+_DATA_SCHEMES = ("s3://", "gs://", "az://", "http://", "https://", "store:")
 
 
 def is_name(text: str) -> bool:

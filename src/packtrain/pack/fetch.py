@@ -1,7 +1,7 @@
 """Download sources that are not local files into a directory of this machine.
 
     https://host/path/train.de.gz     also http
-    s3://bucket/path/train.tar        with the store's own environment
+    s3://bucket/path/train.tar        also gs and az, with the store's own environment
     store:raw/train.tar               an object of the job's store
 
 A copy is in a folder named after the URL, under a name with the version that the server reports (ETag or date, size).
@@ -54,6 +54,8 @@ MAX_BYTES = 10**12
 _MAX_CHANGES = 10  # mirrors behind one name may report different versions; one of them will answer twice
 _ABANDONED_SECONDS = 24 * 3600.0
 _NAME_LENGTH = 120
+_BUCKETS = ("s3", "gs", "az")
+_HEADERS_ONLY = FetchPolicy(answer_seconds=10.0, tries=3)
 _PARALLEL = 16  # downloads of small files, whose time is mostly spent waiting
 
 
@@ -118,22 +120,45 @@ def _fetch_from(path: str, store: Store, directory: Path, policy: FetchPolicy) -
     if scheme.lower() in ("http", "https"):
         client = Client(policy)
         return lambda path, say, most: _from_web(checked_url(path), client, directory, say, most)
-    if scheme.lower() == "s3":
-        bucket, _, key = rest.partition("/")
-        if "?" in key:  # not shown: it may hold a signature
-            raise Mistake("an s3:// URL has no '?'; name only the object")
-        with _lasting_errors_as_mistakes():
-            opened = open_store(f"s3://{bucket}")
-        start = len(f"{scheme}://{bucket}/")
-        return lambda path, say, most: _from_store(opened, path[start:], path, directory, say, most)
-    hint = "use the plain path" if scheme.lower() == "file" else "use a path, http://, https://, s3:// or store:"
-    raise Mistake(f"{printable(scheme[:20])}:// is not supported for data; {hint}")
+    opened = _opened_bucket(path)
+    start = len(f"{scheme}://{rest.partition('/')[0]}/")
+    return lambda path, say, most: _from_store(opened, path[start:], path, directory, say, most)
+
+
+def _opened_bucket(path: str) -> Store:
+    """Return the bucket of an address as a store."""
+    scheme, _, rest = path.partition("://")
+    if scheme.lower() not in _BUCKETS:
+        hint = "use the plain path" if scheme.lower() == "file" else "use a path, http://, https://, a bucket or store:"
+        raise Mistake(f"{printable(scheme[:20])}:// is not supported for data; {hint}")
+    bucket, _, key = rest.partition("/")
+    if "?" in key:  # not shown: it may hold a signature
+        raise Mistake(f"an {scheme.lower()}:// URL has no '?'; name only the object")
+    with _lasting_errors_as_mistakes():
+        return open_store(f"{scheme.lower()}://{bucket}")
+
+
+def remote_size(path: str, store: Store) -> int | None:
+    """Return the size of a remote file by its headers, without a download; None if its server does not say it."""
+    if path.lower().startswith(("http://", "https://")):
+        client = Client(_HEADERS_ONLY)
+        url = checked_url(path)
+        return client.retry(url, lambda: version_of(client, url)).size
+    if path.startswith("store:"):
+        key = path.removeprefix("store:")
+    else:
+        store, key = _opened_bucket(path), path.partition("://")[2].partition("/")[2]
+    with _lasting_errors_as_mistakes():
+        entry = store.entry(key) if is_key(key) else None
+    if entry is None:
+        raise MissingFile(f"{printable(path[:200])}: not found in {store.url}")
+    return entry.size
 
 
 def _beside(address: str, name: str) -> str:
     """Return the address of a file that is named by the file at `address`; never outside of its folder."""
     name = posixpath.normpath(name)
-    if address.startswith("store:") or address.lower().startswith("s3:"):
+    if address.startswith("store:") or address.lower().startswith(tuple(f"{bucket}:" for bucket in _BUCKETS)):
         return address[: max(address.rfind("/"), len("store:") - 1) + 1] + name
     return urljoin(address, quote(name))  # quoted: a name such as https://elsewhere/x stays below the folder
 

@@ -1,32 +1,34 @@
-"""Peaks of devices and links of machines, each with its source, for a plan of machines that nobody has measured.
+"""Speeds of devices and links of machines, each with its source, for a plan of machines that nobody has measured.
 
-A peak is that of dense matrices without sparsity. Training reaches a part of it, which depends on the model; `REACHED`
-has what is usual. A measurement replaces all of it (`packtrain plan` on this machine, or with --probe).
+A peak is that of dense matrices without sparsity. Training reaches a part of it, which depends on the model, the
+precision and the GPU: `PUBLISHED` has what others measured. A measurement replaces all of it (`packtrain plan` on this
+machine, or with --probe). `benchmarks/published.py` compares plans with runs that are not in the table.
 """
 
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
+from statistics import median
 from typing import Literal
 
 from packtrain.errors import Mistake, nearest
+from packtrain.recipes.recipe import Family
 from packtrain.system import usable_cores
 
 _GB, _GIB, _T, _G = 10**9, 2**30, 1e12, 1e9
 
 DeviceKind = Literal["gpu", "cpu"]
-REACHED: Mapping[DeviceKind, float] = {"gpu": 0.35, "cpu": 0.3}
-"""The part of the peak that training is taken to reach. 0.3 to 0.5 is published for large models on GPUs (PaLM,
-Megatron-LM); that of CPUs is an assumption, and `packtrain plan` measures it where it can."""
+_CPU_SHARE = 0.3  # of the peak of a core: an assumption, and `packtrain plan` measures it where it can
 
 
 @dataclass(frozen=True)
 class Device:
-    """A GPU, or one core of a CPU. `half_flops` is with 16-bit matrices; 0 if slow."""
+    """A GPU, or one core of a CPU. `flops` is with 32-bit matrices as training computes them: in TF32 on a GPU that has
+    it. `half_flops` is with 16-bit matrices; 0 if slow."""
 
     name: str
     kind: DeviceKind
@@ -35,9 +37,30 @@ class Device:
     memory_bytes: int
     source: str
 
-    def reached_flops(self, half: bool) -> float:
+    def computes_half(self, half: bool) -> bool:
+        """True if training in this precision has 16-bit matrices here."""
+        return half and self.half_flops > 0
+
+    def share(self, half: bool, family: Family) -> float:
+        """Return the part of the peak that training such a model reaches: as published, else the median of GPUs."""
+        if self.kind == "cpu":
+            return _CPU_SHARE
+        precision = self.computes_half(half)
+        published = {run.device.name: run.share for run in PUBLISHED if (run.family, run.half) == (family, precision)}
+        return published.get(self.name) or median(published.values())
+
+    def reached_flops(self, half: bool, family: Family) -> float:
         """Return the operations per second that training reaches."""
-        return REACHED[self.kind] * (self.half_flops if half and self.half_flops else self.flops)
+        return self.share(half, family) * (self.half_flops if self.computes_half(half) else self.flops)
+
+    def basis(self, half: bool, family: Family) -> str:
+        """Say in a few words where `reached_flops` comes from."""
+        if self.kind == "cpu":
+            return f"{self.name} at {_CPU_SHARE:.0%} of its peak, assumed"
+        wanted = (self.name, family, self.computes_half(half))
+        sources = [run.source for run in PUBLISHED if (run.device.name, run.family, run.half) == wanted]
+        where = sources[0] if sources else "the median of other GPUs"
+        return f"{self.name} at {self.share(half, family):.0%} of its peak ({where})"
 
 
 _NVIDIA = "https://www.nvidia.com/en-us/data-center/"
@@ -49,21 +72,88 @@ GPUS: Mapping[str, Device] = {
     "v100-32gb": Device("NVIDIA V100 32 GB", "gpu", 15.7 * _T, 125 * _T, 32 * _GB, _NVIDIA + "v100/"),
     "v100": Device("NVIDIA V100", "gpu", 15.7 * _T, 125 * _T, 16 * _GB, _NVIDIA + "v100/"),
     "p100": Device("NVIDIA P100", "gpu", 9.3 * _T, 0, 16 * _GB, _NVIDIA + "tesla-p100/"),
-    "a10g": Device("NVIDIA A10G", "gpu", 31.5 * _T, 70 * _T, 24 * _GB, "https://aws.amazon.com/ec2/instance-types/g5/"),
-    "a10": Device("NVIDIA A10", "gpu", 31.2 * _T, 125 * _T, 24 * _GB, _NVIDIA + "products/a10-gpu/"),
-    "l40s": Device("NVIDIA L40S", "gpu", 91.6 * _T, 362 * _T, 48 * _GB, _NVIDIA + "l40s/"),
-    "l4": Device("NVIDIA L4", "gpu", 30.3 * _T, 121 * _T, 24 * _GB, _NVIDIA + "l4/"),
-    "a40": Device("NVIDIA A40", "gpu", 37.4 * _T, 149.7 * _T, 48 * _GB, _NVIDIA + "a40/"),
-    "a100-80gb": Device("NVIDIA A100 80 GB", "gpu", 19.5 * _T, 312 * _T, 80 * _GB, _NVIDIA + "a100/"),
-    "a100": Device("NVIDIA A100 40 GB", "gpu", 19.5 * _T, 312 * _T, 40 * _GB, _NVIDIA + "a100/"),
-    "h200": Device("NVIDIA H200", "gpu", 67 * _T, 989 * _T, 141 * _GB, _NVIDIA + "h200/"),
-    "h100-pcie": Device("NVIDIA H100 PCIe", "gpu", 51 * _T, 756 * _T, 80 * _GB, _NVIDIA + "h100/"),
-    "h100-nvl": Device("NVIDIA H100 NVL", "gpu", 60 * _T, 835 * _T, 94 * _GB, _NVIDIA + "h100/"),
-    "h100": Device("NVIDIA H100", "gpu", 67 * _T, 989 * _T, 80 * _GB, _NVIDIA + "h100/"),
-    "b200": Device("NVIDIA B200", "gpu", 75 * _T, 2250 * _T, 180 * _GB, _NVIDIA + "dgx-b200/"),
+    "a10g": Device("NVIDIA A10G", "gpu", 35 * _T, 70 * _T, 24 * _GB, "https://aws.amazon.com/ec2/instance-types/g5/"),
+    "a10": Device("NVIDIA A10", "gpu", 62.5 * _T, 125 * _T, 24 * _GB, _NVIDIA + "products/a10-gpu/"),
+    "l40s": Device("NVIDIA L40S", "gpu", 183 * _T, 362 * _T, 48 * _GB, _NVIDIA + "l40s/"),
+    "l4": Device("NVIDIA L4", "gpu", 60 * _T, 121 * _T, 24 * _GB, _NVIDIA + "l4/"),
+    "a40": Device("NVIDIA A40", "gpu", 74.8 * _T, 149.7 * _T, 48 * _GB, _NVIDIA + "a40/"),
+    "a100-80gb": Device("NVIDIA A100 80 GB", "gpu", 156 * _T, 312 * _T, 80 * _GB, _NVIDIA + "a100/"),
+    "a100": Device("NVIDIA A100 40 GB", "gpu", 156 * _T, 312 * _T, 40 * _GB, _NVIDIA + "a100/"),
+    "h200": Device("NVIDIA H200", "gpu", 494 * _T, 989 * _T, 141 * _GB, _NVIDIA + "h200/"),
+    "h100-pcie": Device("NVIDIA H100 PCIe", "gpu", 378 * _T, 756 * _T, 80 * _GB, _NVIDIA + "h100/"),
+    "h100-nvl": Device("NVIDIA H100 NVL", "gpu", 417 * _T, 835 * _T, 94 * _GB, _NVIDIA + "h100/"),
+    "h100": Device("NVIDIA H100", "gpu", 494 * _T, 989 * _T, 80 * _GB, _NVIDIA + "h100/"),
+    "b200": Device("NVIDIA B200", "gpu", 1125 * _T, 2250 * _T, 180 * _GB, _NVIDIA + "dgx-b200/"),
     "rtx-3090": Device("NVIDIA GeForce RTX 3090", "gpu", 35.6 * _T, 71 * _T, 24 * _GB, _GEFORCE),
     "rtx-4090": Device("NVIDIA GeForce RTX 4090", "gpu", 82.6 * _T, 165 * _T, 24 * _GB, _GEFORCE),
 }
+
+
+@dataclass(frozen=True)
+class PublishedRun:
+    """What one GPU reached in a training run that others published, in units per second.
+
+    `flops` are those of a unit, forward and backward, as `plan.sizes` counts them for our own models.
+    """
+
+    device: Device
+    family: Family
+    half: bool
+    units_per_second: float
+    flops: float
+    source: str
+
+    @property
+    def share(self) -> float:
+        peak = self.device.half_flops if self.half else self.device.flops
+        return self.units_per_second * self.flops / peak
+
+
+_LAMBDA = "github.com/lambdal/deeplearning-benchmark"
+_FFCV = "github.com/libffcv/ffcv-imagenet"
+_RESNET18, _RESNET50 = 10.9 * _G, 24.5 * _G  # for an image of 224 x 224 pixels
+_FFCV_PIXELS = (0.75 * 160**2 + 0.25 * 192**2) / 224**2  # of its images, on average over a run
+_IMAGENET = 1_281_167
+_BERT_LARGE = 739 * _G  # for a sequence of 384 tokens: 302 million weights in 24 layers, and attention
+_TRANSFORMER_BIG = 1.26 * _G  # for a pair of a source and a target token
+
+
+def _lambda(family: Family, flops: float, speeds: Mapping[str, tuple[float, float]]) -> list[PublishedRun]:
+    """Return the runs of NVIDIA's PyTorch examples that Lambda made on one GPU each, in 16 and in 32 bits."""
+    return [
+        PublishedRun(GPUS[key], family, half, speed, flops, _LAMBDA)
+        for key, both in speeds.items()
+        for half, speed in zip((True, False), both, strict=True)
+    ]
+
+
+PUBLISHED: Sequence[PublishedRun] = (
+    # 88 epochs on 8 GPUs in 77.2 min (ResNet-50), and on one in 187.3 min (ResNet-18), with all that belongs to a run.
+    *(
+        run
+        for key in ("a100", "a100-80gb")
+        for run in (
+            PublishedRun(
+                GPUS[key], "bottleneck", True, 88 * _IMAGENET / 77.2 / 60 / 8, _RESNET50 * _FFCV_PIXELS, _FFCV
+            ),
+            PublishedRun(GPUS[key], "basic", True, 88 * _IMAGENET / 187.3 / 60, _RESNET18 * _FFCV_PIXELS, _FFCV),
+        )
+    ),
+    PublishedRun(GPUS["a100"], "bottleneck", False, 928, _RESNET50, _LAMBDA),
+    PublishedRun(GPUS["a100-80gb"], "bottleneck", False, 1066, _RESNET50, _LAMBDA),
+    *_lambda("bottleneck", _RESNET50, {
+        "v100": (833, 369), "v100-32gb": (833, 369), "a10": (638, 349), "a40": (654, 391), "rtx-3090": (905, 513),
+        "rtx-4090": (1301, 721), "h100-pcie": (1976, 1248), "h100": (2791, 1895), "h200": (3079, 2259),
+        "b200": (3076, 2967)}),
+    *_lambda("transformer", _BERT_LARGE, {
+        "v100": (57, 12), "v100-32gb": (57, 12), "a10": (42, 19), "a40": (57.6, 20.1), "rtx-3090": (52, 24),
+        "rtx-4090": (93, 44), "a100": (133.6, 59.5), "a100-80gb": (152, 75), "h100-pcie": (204, 100),
+        "h100": (311, 145), "h200": (350, 181), "b200": (523, 281)}),
+    # ResNet-50, 90 epochs on 8 GPUs in 29 hours; the big Transformer, 25,000 tokens on 8 GPUs in a second.
+    PublishedRun(
+        GPUS["p100"], "bottleneck", False, 90 * _IMAGENET / 29 / 3600 / 8, _RESNET50, "arxiv.org/abs/1706.02677"),
+    PublishedRun(GPUS["p100"], "transformer", False, 25_000 / 8, _TRANSFORMER_BIG, "arxiv.org/abs/1706.03762"),
+)  # fmt: skip
 
 # One vCPU, which is half a core: sustained clock x 64 operations of AVX-512 per cycle and core / 2.
 _INTEL = "https://aws.amazon.com/ec2/instance-types/, clock x 64 operations per cycle of AVX-512 / 2 threads"
@@ -101,10 +191,10 @@ class Hardware:
         """Return the memory for each of so many workers; 0 if it is not known."""
         return self.device.memory_bytes if self.gpus else self.memory_bytes // max(1, workers)
 
-    def worker_flops(self, workers: int, half: bool) -> float:
+    def worker_flops(self, workers: int, half: bool, family: Family) -> float:
         """Return what each of so many workers reaches: they share GPUs, or cores."""
         units = self.gpus if self.gpus else self.cores
-        return self.device.reached_flops(half) * units / max(1, workers)
+        return self.device.reached_flops(half, family) * units / max(1, workers)
 
 
 # AWS. The network is what a machine gets all the time, in Gbit/s; small ones may burst above it for a while.
@@ -175,6 +265,26 @@ def aws_hardware(instance: str) -> Hardware | None:
 
 def _aws_link(gbits: float, instance: str) -> Link:
     return Link(gbits * 1e9 / 8, _AWS_LATENCY, f"{gbits:g} Gbit/s of {instance}, {_AWS}")
+
+
+# IBM Cloud, classic virtual servers: AC2_8X60X100 has 8 vCPUs, 60 GB and a disk of 100 GB.
+_IBM = "https://cloud.ibm.com/docs/virtual-servers?topic=virtual-servers-about-virtual-server-profiles"
+_FLAVOR = re.compile(r"([A-Z]+[0-9])_([0-9]+)X([0-9]+)X[0-9]+")
+_FLAVOR_GPUS = {"AC1": "p100", "AC2": "v100", "ACL1": "p100", "ACL2": "v100"}
+_VCPUS_PER_GPU = 8
+
+
+def ibm_hardware(flavor: str, mbps: int | None) -> Hardware | None:
+    """Return a flavor of IBM Cloud, with the speed of its network port if the job sets one; None if unknown."""
+    match = _FLAVOR.fullmatch(flavor)
+    if match is None:
+        return None
+    cores, gib, gpu = int(match[2]), int(match[3]), _FLAVOR_GPUS.get(match[1])
+    source = f"{mbps} Mbit/s of network_mbps" if mbps else "100 Mbit/s, assumed; set network_mbps"
+    link = Link((mbps or 100) * 1e6 / 8, 0.0003, source)
+    if gpu is None:
+        return Hardware(_UNKNOWN_CORE, 0, cores, gib * _GIB, link)
+    return Hardware(GPUS[gpu], max(1, cores // _VCPUS_PER_GPU), cores, gib * _GIB, link)
 
 
 # Devices by name, and this machine.

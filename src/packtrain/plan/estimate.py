@@ -17,7 +17,8 @@ from typing import Literal
 
 from packtrain.job.job import Job
 from packtrain.plan.devices import DeviceKind, Hardware, Link
-from packtrain.run.records import Forecast
+from packtrain.recipes.recipe import Family
+from packtrain.run.records import Forecast, Many
 from packtrain.units import show_bytes, show_count, show_dollars, show_seconds
 
 Limit = Literal["compute", "network", "data", "memory"]
@@ -28,7 +29,7 @@ _EXPOSED = 0.1  # of a step, the communication that a network may add and still 
 _BASE_BYTES = {"gpu": 900_000_000, "cpu": 350_000_000}  # of a worker without a model: Python, torch, CUDA
 _INSIDE = {"gpu": Link(10e9, 2e-5, "PCIe, assumed"), "cpu": Link(1.5e9, 1e-4, "loopback, assumed")}
 START_SECONDS = 2.5  # until the first step: workers join, open the pack and build the model (benchmarks/plan.py)
-_MOST_EPOCHS = 10_000.0  # whose sizes are looked at: more change nothing
+_MOST_EPOCHS = 10_000  # whose sizes are looked at: more change nothing
 _HALF_ACTIVATIONS = 0.6  # of the bytes in 32 bits: sums and norms stay as they are
 
 
@@ -40,6 +41,8 @@ class Workload:
     a checkpoint has, too. `traffic` is how many times an exchange moves `exchange_bytes`; it happens every
     `exchange_every` steps, of which the share `exchange_background` is made meanwhile. `exact`: the data is packed, so
     nothing about it is extrapolated. `whole_gradients`: those of a sharded model are whole until the last micro-batch.
+    `evaluation_bytes` are those of the outputs of an evaluation, for each of at most `evaluation_units` at once. The
+    batch and the images are those of the first epoch.
     """
 
     unit: str
@@ -67,6 +70,9 @@ class Workload:
     test_samples: int
     exact: bool
     whole_gradients: bool = False
+    family: Family = "transformer"
+    evaluation_bytes: float = 0.0
+    evaluation_units: int = 0
 
     @property
     def weight_bytes(self) -> int:
@@ -76,10 +82,6 @@ class Workload:
     def checkpoint_bytes(self) -> int:
         """Weights, their average if there is one, and the state of the optimizer."""
         return self.weight_bytes * (2 if self.averaged else 1) + 4 * self.trained * self.optimizer_copies
-
-    @property
-    def units_per_epoch(self) -> float:
-        return self.units_per_step * self.steps_per_epoch
 
     def link_bytes(self, ranks: int) -> float:
         """Return the bytes that each machine sends per step, on average: those of a ring over all workers."""
@@ -92,14 +94,26 @@ class Workload:
 
 
 @dataclass(frozen=True)
+class Phase:
+    """A part of a run in which steps are alike: its share of all steps, and the batch and the computing of a step,
+    relative to those of the `Workload`. Both the batch and the size of images may change."""
+
+    share: float
+    batch: float
+    work: float
+
+
+_FIRST = Phase(1.0, 1.0, 1.0)
+
+
+@dataclass(frozen=True)
 class Goal:
-    """How far a run goes: `steps`, or `seconds` of training. `work` is the cost of its average step, relative to that
-    of the `Workload`: the size of images may change. The price is that of a machine.
-    """
+    """How far a run goes: `steps` in so many `epochs`, or `seconds` of training. The price is that of a machine."""
 
     steps: int | None
     seconds: float | None
-    work: float
+    epochs: float | None
+    phases: Many[Phase]
     evaluate_steps: float | None
     decoded: int
     dollars_per_hour: float | None
@@ -128,11 +142,15 @@ class Speed:
 
 @dataclass(frozen=True)
 class Layout:
-    """So many machines with so many workers each; `memory_bytes` is what each worker has, 0 if not known."""
+    """So many machines with so many workers each; `memory_bytes` is what each worker has, 0 if not known.
+
+    `shared`: they are all this machine, which has one price.
+    """
 
     machines: int
     workers: int
     memory_bytes: int
+    shared: bool = False
 
     @property
     def ranks(self) -> int:
@@ -173,24 +191,35 @@ class Estimate:
 
 def goal_of(job: Job, work: Workload) -> Goal:
     """Return how far the job goes. Epochs may have batches and images of different sizes."""
-    duration, train = job.train.duration, job.train
-    epochs = duration.value / (work.steps_per_epoch if duration.unit == "steps" else 1.0)
-    known = 1 if duration.unit == "seconds" else max(1, math.ceil(min(epochs, _MOST_EPOCHS)))
-    at = [train.in_epoch(epoch) for epoch in range(known)]
-    counts = [work.steps_per_epoch * at[0].batch.value / one.batch.value for one in at]
-    costs = [one.batch.value / at[0].batch.value * (one.size / at[0].size) ** 2 for one in at]
-    mean_work = sum(count * cost for count, cost in zip(counts, costs, strict=True)) / sum(counts)
-    mean_steps = sum(counts) / known  # of an epoch
+    duration = job.train.duration
+    first = job.train.in_epoch(0)
+    steps_of: dict[tuple[float, float], float] = {}  # of each kind of step, by its batch and work
+    epochs = total = 0.0
+    for epoch in range(_MOST_EPOCHS):
+        settings = job.train.in_epoch(epoch)
+        batch = settings.batch.value / first.batch.value
+        in_epoch = work.steps_per_epoch / batch
+        left = 1.0
+        if duration.unit != "seconds":
+            left = duration.value - epochs if duration.unit == "epochs" else (duration.value - total) / in_epoch
+        part = left if epoch == _MOST_EPOCHS - 1 else min(1.0, left)
+        kind = (batch, batch * (settings.size / first.size) ** 2)
+        steps_of[kind] = steps_of.get(kind, 0.0) + part * in_epoch
+        epochs, total = epochs + part, total + part * in_epoch
+        if part == left:
+            break
+    mean_steps = total / epochs  # of an epoch
     steps = None if duration.unit == "seconds" else int(duration.value)
     if duration.unit == "epochs":
-        steps = max(1, math.ceil(mean_steps * duration.value - 1e-9))
+        steps = max(1, math.ceil(total - 1e-6))
     every, evaluate_steps = job.evaluate.every, None
     if every is not None and every.unit != "seconds":
         evaluate_steps = every.value * (1 if every.unit == "steps" else mean_steps)
     return Goal(
         steps,
         duration.value if duration.unit == "seconds" else None,
-        mean_work,
+        None if duration.unit == "seconds" else epochs,
+        tuple(Phase(count / total, *kind) for kind, count in steps_of.items()),
         evaluate_steps,
         job.evaluate.samples,
         job.fleet.dollars_per_hour,
@@ -201,12 +230,12 @@ def goal_of(job: Job, work: Workload) -> Goal:
 
 def speed_from_table(work: Workload, hardware: Hardware, workers: int, beam: int) -> Speed:
     """Return the speed that a worker has by the peaks of its device."""
-    flops = hardware.worker_flops(workers, work.half)
+    flops = hardware.worker_flops(workers, work.half, work.family)
     unit_seconds = work.flops / flops
     per_sample = unit_seconds * work.units_per_step / max(1.0, work.samples_per_step)
     updated = 4 * work.parameters * (3 + work.optimizer_copies)  # bytes that an update of the weights reads and writes
     return Speed(
-        f"table of devices: {hardware.device.name}",
+        f"table of devices: {hardware.device.basis(work.half, work.family)}",
         hardware.device.kind,
         updated / (300e9 if hardware.device.kind == "gpu" else 8e9) + 0.002,
         unit_seconds,
@@ -220,24 +249,30 @@ def estimate(work: Workload, goal: Goal, speed: Speed, layout: Layout, link: Lin
     """Estimate a run. `link` connects the machines; it is not needed for a single one."""
     ranks = layout.ranks
     share = work.units_per_step / ranks
-    compute = speed.fixed_seconds + speed.unit_seconds * share * goal.work
     sent = work.link_bytes(ranks)
     used = link if layout.machines > 1 and link is not None else _INSIDE[speed.kind]
-    exchange = speed.exchange_seconds
-    if exchange is None:
-        exchange = _exposed(work, speed, compute, sent, used, ranks)
-    load = speed.load_seconds * share * goal.work
-    data = max(0.0, load - compute - exchange)
+    compute = exchange = data = needed = batch = 0.0
+    for phase in goal.phases:
+        computed = speed.fixed_seconds + speed.unit_seconds * share * phase.work
+        exposed = speed.exchange_seconds
+        if exposed is None:
+            exposed = _exposed(work, speed, computed, sent, used, ranks)
+        compute += phase.share * computed
+        exchange += phase.share * exposed
+        data += phase.share * max(0.0, speed.load_seconds * share * phase.work - computed - exposed)
+        needed = max(needed, _needed(work, speed, computed, sent))
+        batch += phase.share * phase.batch
     step = compute + exchange + data
-    memory = speed.memory_bytes or memory_of(work, speed.kind, ranks)
+    memory = _most_memory(work, goal, speed, ranks)
     fits = not layout.memory_bytes or memory <= layout.memory_bytes
     steps, evaluation, seconds = _whole_run(work, goal, speed, ranks, step)
-    dollars = None if goal.dollars_per_hour is None else goal.dollars_per_hour * layout.machines * seconds / 3600
-    samples = work.samples_per_step / step
+    paid = 1 if layout.shared else layout.machines
+    dollars = None if goal.dollars_per_hour is None else goal.dollars_per_hour * paid * seconds / 3600
+    samples = batch * work.samples_per_step / step
     return Estimate(
         layout.machines, ranks, speed.source, _limit(fits, compute, exchange, data), compute, exchange, data, step,
-        work.units_per_step / step, samples, samples * work.data_bytes / max(1, work.samples), sent,
-        _needed(work, speed, compute, sent), memory, layout.memory_bytes, steps, evaluation, seconds, dollars, fits,
+        batch * work.units_per_step / step, samples, samples * work.data_bytes / max(1, work.samples), sent,
+        needed, memory, layout.memory_bytes, steps, evaluation, seconds, dollars, fits,
         _in_budget(goal, seconds, dollars),
     )  # fmt: skip
 
@@ -283,15 +318,28 @@ def _needed(work: Workload, speed: Speed, compute: float, sent: float) -> float:
     return max(_tail(work, sent) / allowed, sent / (allowed + hidden)) if allowed > 0 else 0.0
 
 
-def memory_of(work: Workload, kind: DeviceKind, ranks: int) -> int:
+def memory_of(work: Workload, kind: DeviceKind, ranks: int, phase: Phase = _FIRST) -> int:
     """Return the bytes that a worker holds: weights, gradients, optimizer, copies, activations, and the libraries."""
     state = work.weight_bytes * (1 + work.copies + int(work.averaged)) + 4 * work.trained * (1 + work.optimizer_copies)
-    share = work.units_per_step / ranks
+    share = phase.batch * work.units_per_step / ranks
     at_once = share if work.micro_batch is None else min(share, work.micro_batch)
     if work.sharded:
         state = state // ranks + (4 * work.trained if work.whole_gradients and at_once < share else 0)
-    activations = work.activation_bytes * at_once * (_HALF_ACTIVATIONS if work.half and kind == "gpu" else 1.0)
-    return int(_BASE_BYTES[kind] + state + activations)
+    activations = work.activation_bytes * at_once * phase.work / phase.batch
+    units = max(work.valid_samples, work.test_samples) * work.units_per_step / max(1.0, work.samples_per_step)
+    evaluation = work.evaluation_bytes * min(work.evaluation_units, units / ranks)
+    if kind == "gpu":  # its allocator gives the memory of activations to the evaluation
+        return int(_BASE_BYTES[kind] + state + max(activations * (_HALF_ACTIVATIONS if work.half else 1.0), evaluation))
+    return int(_BASE_BYTES[kind] + state + activations + evaluation)
+
+
+def _most_memory(work: Workload, goal: Goal, speed: Speed, ranks: int) -> int:
+    estimated = max(memory_of(work, speed.kind, ranks, phase) for phase in goal.phases)
+    if speed.memory_bytes is None:
+        return estimated
+    # Measured in steps of the first epoch, which evaluated only a few samples.
+    unmeasured = memory_of(replace(work, evaluation_bytes=0.0), speed.kind, ranks)
+    return speed.memory_bytes + max(0, estimated - unmeasured)
 
 
 def _whole_run(work: Workload, goal: Goal, speed: Speed, ranks: int, step: float) -> tuple[int, float, float]:

@@ -18,7 +18,7 @@ from packtrain.fleet import fleet_of
 from packtrain.job.job import Job
 from packtrain.job.kinds import FLEETS, word_of
 from packtrain.pack.manifest import Manifest
-from packtrain.plan.devices import Hardware, Link, aws_hardware, this_machine
+from packtrain.plan.devices import Hardware, Link, aws_hardware, ibm_hardware, this_machine
 from packtrain.plan.estimate import (
     Layout,
     Speed,
@@ -34,7 +34,7 @@ from packtrain.run.records import MAX_RECORD_BYTES, Forecast, Many, decode, enco
 from packtrain.run.run import Run
 from packtrain.system import cache_directory
 
-_FORMAT = 1
+_FORMAT = 2
 # Fields of `train` that change neither the work of a step nor its data.
 _NO_WORK = {"duration", "schedule", "scale_rate", "clip", "label_smoothing", "patience", "seed"}
 _ENOUGH_STEPS = 20  # of an earlier run
@@ -121,7 +121,7 @@ def _by_arithmetic(job: Job, manifest: Manifest) -> KnownSpeeds | None:
     shared = job.fleet.kind.machines.most if fleet_of(job.fleet.kind).trains_here else 1
     speed = speed_from_table(work, hardware, workers * (1 if hardware.gpus else shared), job.evaluate.beam)
     speed = replace(speed, source=f"rough: {assumed}; packtrain plan measures")
-    layout = Layout(job.fleet.kind.machines.most, workers, hardware.worker_memory_bytes(workers))
+    layout = Layout(job.fleet.kind.machines.most, workers, hardware.worker_memory_bytes(workers * shared), shared > 1)
     return KnownSpeeds(work, hardware.link, ((layout, speed),))
 
 
@@ -129,10 +129,11 @@ def _hardware(job: Job) -> tuple[Hardware, str]:
     here = this_machine()
     if fleet_of(job.fleet.kind).trains_here:
         return here, f"peak of {here.device.name}"
-    for name in job.fleet.kind.hourly_prices():
-        found = aws_hardware(name.partition(" in ")[0])
+    mbps = getattr(job.fleet.kind, "network_mbps", None)
+    for name in (text.partition(" in ")[0] for text in job.fleet.kind.hourly_prices()):
+        found = aws_hardware(name) or ibm_hardware(name, mbps)
         if found is not None:
-            return found, f"peak of {found.device.name}"
+            return found, f"table of devices: {found.device.name}"
     return here, "as if its machines were like this one"
 
 

@@ -13,6 +13,8 @@ from dataclasses import dataclass, replace
 from importlib.util import find_spec
 from pathlib import Path
 
+import numpy as np
+
 from packtrain.data.pack import Pack
 from packtrain.errors import FieldMistake, Mistake, PacktrainError
 from packtrain.fleet import fleet_of
@@ -24,10 +26,11 @@ from packtrain.identity import install_command
 from packtrain.job.job import Job
 from packtrain.job.load import LoadedJob
 from packtrain.job.part import is_address
+from packtrain.pack.archive import split_member
 from packtrain.pack.build import splits_of
 from packtrain.pack.manifest import Manifest, find_manifest, missing_files
 from packtrain.pack.packing import common_kind, digest, settings_of
-from packtrain.plan.devices import Hardware, Link, aws_hardware, device_named, this_machine
+from packtrain.plan.devices import Hardware, Link, aws_hardware, device_named, ibm_hardware, this_machine
 from packtrain.plan.estimate import (
     Advice,
     Estimate,
@@ -44,8 +47,10 @@ from packtrain.plan.estimate import (
 )
 from packtrain.plan.known import KnownSpeeds, remember_speeds
 from packtrain.plan.probe import SECONDS, Measured, ProbeRequest, probe
-from packtrain.plan.raw import LargerVocabulary, enlarge_vocabulary, pack_head
-from packtrain.plan.workload import data_size, model_size, workload_of
+from packtrain.plan.raw import LargerVocabulary, RawHead, enlarge_vocabulary, file_bytes, pack_head
+from packtrain.plan.sets import UnseenData, said_data, unseen_data
+from packtrain.plan.sizes import built_in_model
+from packtrain.plan.workload import DataSize, ModelSize, data_size, estimated_data, model_size, workload_of
 from packtrain.recipes import Recipe, recipe_class
 from packtrain.run.code import snapshot
 from packtrain.store import Store, StoreAway, open_store
@@ -61,9 +66,12 @@ _MOST_MEASURED = 2  # times the cores of this machine: more processes than that 
 
 @dataclass(frozen=True)
 class PlanRequest:
-    """The options of a plan; None is the default. `link` is in bytes per second."""
+    """The options of a plan; None is the default. `link` is in bytes per second; `samples` is a number, or a known set,
+    for each source of the training data, and `length` the mean tokens of a target."""
 
     machines: tuple[int, ...] = ()
+    samples: str | None = None
+    length: float | None = None
     probe: bool = False
     device: str | None = None
     link: float | None = None
@@ -94,26 +102,30 @@ def make_plan(loaded: LoadedJob, request: PlanRequest, say: Say) -> Plan:
     if job.recipe is None:
         what = "a program" if job.program is not None else "only data"
         raise loaded.mistake("program" if job.program else "recipe", f"plan needs a recipe; this job has {what}")
-    if find_spec("torch") is None:
-        raise Mistake(f"plan builds the job's model, which needs torch; run `{install_command('train')}`")
+    if request.length is not None and recipe_class(job.recipe, loaded.code).unit != "tokens":
+        raise Mistake("--length is the mean length of a target text; the samples of this job are images")
     hardware, in_table, notes = _hardware(job, request)
-    with _recipe_of(loaded, request) as (recipe, store, scale):
-        say("building the model")
-        data = data_size(recipe, scale)
-        work = workload_of(job.train, recipe.unit, model_size(recipe), data, hardware.gpus > 0)
+    unseen = _unseen(loaded, request)
+    with ExitStack() as stack:
+        data, model, recipe, store = _sizes(stack, loaded, request, unseen, say)
+        unit = recipe_class(job.recipe, loaded.code).unit
+        work = workload_of(job.train, unit, model, data, hardware.gpus > 0)
         speeds = _Speeds(loaded, request, recipe, store, hardware, work, say)
         found = speeds.find(_counts(job, request), in_table)
     goal = goal_of(job, work)
     estimates = with_efficiency([estimate(work, goal, speed, layout, found.link) for layout, speed in found.speeds])
-    if scale is not None:
+    if unseen is not None:
+        notes = [*notes, *unseen.notes]
+    elif not data.exact:
         notes = [*notes, "the data is not packed: its size is estimated from its first samples"]
     elif request.device is None and request.link is None:  # else it is about machines that the job does not name
+        assert recipe is not None
         remember_speeds(job, recipe.pack.name, KnownSpeeds(work, found.link, tuple(found.speeds)))
     if job.train.scale_rate is not None:
         notes = [*notes, job.train.scale_rate.in_words(job.train.batch)]
     return Plan(
-        job.name, job.recipe, job.model.size, None if scale is not None else recipe.pack.name, work, goal,
-        show_saves(job), found.source, found.link, (*notes, *found.notes), tuple(estimates),
+        job.name, job.recipe, job.model.size, recipe.pack.name if recipe is not None and data.exact else None, work,
+        goal, show_saves(job), found.source, found.link, (*notes, *found.notes), tuple(estimates),
         choose(estimates),
     )  # fmt: skip
 
@@ -121,9 +133,53 @@ def make_plan(loaded: LoadedJob, request: PlanRequest, say: Say) -> Plan:
 # The data, packed or not.
 
 
+def _unseen(loaded: LoadedJob, request: PlanRequest) -> UnseenData | None:
+    """Return the size of data that is not read, because a person says it, or because it is not here; else None."""
+    job = loaded.job
+    if request.samples is not None:
+        return said_data(job, request.samples, request.length)
+    paths = [path for split in splits_of(job.data).values() for source in split for path in source.paths]
+    if job.data.pack is not None or all(file_bytes(split_member(path)[0]) is not None for path in paths):
+        return None
+    store = open_store(job.store)
+    if any(map(is_address, paths)) and _existing(loaded)[0] is not None:
+        return None
+    unseen = unseen_data(job, store, request.length)
+    if unseen is not None:
+        return unseen
+    missing = next(path for path in paths if not is_address(path) and file_bytes(split_member(path)[0]) is None)
+    raise loaded.mistake("data", f"{missing} is not here; to plan without it, give its size, as in --samples 100000")
+
+
+def _sizes(
+    stack: ExitStack, loaded: LoadedJob, request: PlanRequest, unseen: UnseenData | None, say: Say
+) -> tuple[DataSize, ModelSize, Recipe | None, Store | None]:
+    """Return the sizes of data and model, and the recipe with the data and its store; None if there is no data."""
+    job = loaded.job
+    assert job.recipe is not None
+    if unseen is not None:
+        model = built_in_model(job, job.data.vocabulary, unseen.classes)
+        if model is None:
+            raise Mistake(f"plan needs the data of your own recipe {job.recipe}, to build its model")
+        return unseen.size, model, None, None
+    if find_spec("torch") is None:
+        raise Mistake(f"plan builds the job's model, which needs torch; run `{install_command('train')}`")
+    recipe, store, head = stack.enter_context(_recipe_of(loaded, request))
+    say("building the model")
+    if head is None:
+        return data_size(recipe), model_size(recipe), recipe, store
+    costs = np.split(recipe.costs, np.cumsum(head.manifest.splits["train"].sources)[:-1])
+    train = head.manifest.splits["train"]
+    read_bytes, larger = sum(shard.bytes for shard in train.shards), sum(head.samples["train"]) / train.samples
+    valid, test = (sum(head.samples.get(split, ())) for split in ("valid", "test"))
+    means = [float(of_source.mean()) if len(of_source) else 1.0 for of_source in costs]
+    data = estimated_data(job, head.samples["train"], means, larger * read_bytes, valid, test)
+    return data, model_size(recipe), recipe, store
+
+
 @contextmanager
-def _recipe_of(loaded: LoadedJob, request: PlanRequest) -> Iterator[tuple[Recipe, Store, dict[str, float] | None]]:
-    """Yield the recipe on the job's pack; or on a pack of its first samples, with how many times larger the data is."""
+def _recipe_of(loaded: LoadedJob, request: PlanRequest) -> Iterator[tuple[Recipe, Store, RawHead | None]]:
+    """Yield the recipe on the job's pack; or on a pack of its first samples, with what is known of the others."""
     job = loaded.job
     assert job.recipe is not None
     manifest, store = _existing(loaded)
@@ -140,10 +196,10 @@ def _recipe_of(loaded: LoadedJob, request: PlanRequest) -> Iterator[tuple[Recipe
         except FieldMistake as mistake:
             raise loaded.mistake(mistake.field, mistake.fault) from None
         pack = Pack(store, head.manifest.name, Path(folder) / "cache", manifest=head.manifest)
-        if head.scale["train"] > 1:
+        if not head.is_all:
             # A vocabulary of a few samples is smaller than that of all: the model has to have the job's size.
             enlarge_vocabulary(pack, job.data.vocabulary)
-        yield kind(job, pack), store, head.scale
+        yield kind(job, pack), store, head
 
 
 def _existing(loaded: LoadedJob) -> tuple[Manifest | None, Store | None]:
@@ -191,7 +247,8 @@ def _hardware(job: Job, request: PlanRequest) -> tuple[Hardware, bool, list[str]
         return here if link is None else replace(here, link=link), False, []
     # A type is named as in `g5.xlarge in us-east-1`.
     types = [name.partition(" in ")[0] for name in job.fleet.kind.hourly_prices()]
-    for found in filter(None, map(aws_hardware, types)):
+    mbps = getattr(job.fleet.kind, "network_mbps", None)
+    for found in filter(None, (aws_hardware(name) or ibm_hardware(name, mbps) for name in types)):
         return found if link is None else replace(found, link=link), True, []
     link = link or _ETHERNET
     if request.probe:
@@ -230,7 +287,7 @@ class _Speeds:
     """Finds the speeds: measured on the fleet, measured here, or from the table of devices."""
 
     def __init__(
-        self, loaded: LoadedJob, request: PlanRequest, recipe: Recipe, store: Store, hardware: Hardware,
+        self, loaded: LoadedJob, request: PlanRequest, recipe: Recipe | None, store: Store | None, hardware: Hardware,
         work: Workload, say: Say,
     ) -> None:  # fmt: skip
         self._loaded, self._job, self._request, self._recipe = loaded, loaded.job, request, recipe
@@ -240,16 +297,32 @@ class _Speeds:
     def find(self, counts: Sequence[int], in_table: bool) -> FoundSpeeds:
         if self._request.probe:
             return self._on_fleet(counts)
-        return self._from_table(counts) if in_table else self._here(counts)
+        if in_table:
+            return self._from_table(counts)
+        if self._recipe is None:
+            return self._from_table(counts, ["the speed was not measured, which takes the data"])
+        return self._here(counts)
 
     def _workers(self, gpus: int) -> int:
         return self._job.fleet.workers or max(1, gpus)
 
     def _from_table(self, counts: Sequence[int], notes: Sequence[str] = ()) -> FoundSpeeds:
         hardware, workers = self._hardware, self._workers(self._hardware.gpus)
-        speed = speed_from_table(self._work, hardware, workers, self._job.evaluate.beam)
-        memory = hardware.worker_memory_bytes(workers)
-        return FoundSpeeds([(Layout(count, workers, memory), speed) for count in counts], hardware.link, notes)
+        shared = self._fleet.trains_here and self._request.device is None
+        speeds = []
+        for count in counts:
+            sharing = workers * (count if shared else 1)  # of the cores or GPUs of one machine
+            speed = speed_from_table(self._work, hardware, sharing, self._job.evaluate.beam)
+            speeds.append((Layout(count, workers, hardware.worker_memory_bytes(sharing), shared), speed))
+        return FoundSpeeds(speeds, hardware.link, [*notes, *self._sharing(counts)])
+
+    def _sharing(self, counts: Sequence[int]) -> list[str]:
+        """Return a note if several machines of the plan are this one."""
+        if max(counts) == 1 or not self._fleet.trains_here or self._request.device is not None:
+            return []
+        what = "GPUs" if self._hardware.gpus else "cores"
+        note = "the local fleet's machines are all this one: they share its"
+        return [f"{note} {what}; for other machines, set fleet or --device"]
 
     def _here(self, counts: Sequence[int]) -> FoundSpeeds:
         """Measure on this machine, which is the fleet's, or stands for one of its machines."""
@@ -269,24 +342,28 @@ class _Speeds:
                 if not measured:
                     return self._from_table(counts, [f"could not be measured here: {error}"])
                 break
-        return FoundSpeeds([self._nearest(measured, count, own) for count in counts], self._hardware.link, notes)
+        found = [self._nearest(measured, count, own) for count in counts]
+        return FoundSpeeds(found, self._hardware.link, [*notes, *self._sharing(counts)])
 
     def _on_fleet(self, counts: Sequence[int]) -> FoundSpeeds:
         """Measure on as many machines of the fleet as there are, and the links between them."""
+        if self._store is None:
+            raise Mistake("--probe needs the data; plan without it")
         if self._fleet.rents or not (targets := self._fleet.targets()):
             raise Mistake("--probe: the machines of this fleet exist only while a run rents them; plan without it")
-        secrets = values_of(passed_variables(self._job.environment, self._store.url))
+        store = self._store
+        secrets = values_of(passed_variables(self._job.environment, store.url))
         self._say(f"connecting to {counted(len(targets), 'machine')}")
         notes, usable = [], []
         with ExitStack() as stack:
-            key = stack.enter_context(visible_object(self._store))
+            key = stack.enter_context(visible_object(store))
             pool = stack.enter_context(ThreadPoolExecutor(32))  # a host that does not answer takes ten seconds
-            for checks, one in pool.map(lambda one: check_target(one, self._store.url, key, secrets), targets):
+            for checks, one in pool.map(lambda one: check_target(one, store.url, key, secrets), targets):
                 usable += [one] if one else []
                 notes += [f"{check.machine}: {check.step}: {check.detail}" for check in checks if not check.ok]
             if not usable:
                 raise Mistake(f"--probe: no machine can be used: {notes[0]}")
-            link = self._measured_link(usable, key, secrets)
+            link = self._measured_link(usable, store, key, secrets)
         workers = self._workers(max(machine.gpus for one in usable for machine in one.machines))
         measured: dict[int, Measured] = {}
         for count in counts:
@@ -299,17 +376,19 @@ class _Speeds:
         found = [self._nearest(measured, count, self._fleet.trains_here) for count in counts]
         return FoundSpeeds(found, link, notes)
 
-    def _measured_link(self, usable: Sequence[Usable], key: str, secrets: dict[str, str]) -> Link:
+    def _measured_link(self, usable: Sequence[Usable], store: Store, key: str, secrets: dict[str, str]) -> Link:
         count = sum(len(one.machines) for one in usable)
         if count < 2:
             return self._hardware.link
         self._say(f"measuring the links between {counted(count, 'machine')}")
-        options = ["--store", self._store.url, "--key", f"{key}-link", "--world", str(count)]
+        options = ["--store", store.url, "--key", f"{key}-link", "--world", str(count)]
         options += ["--public-address"] if self._job.fleet.public_address else []
         speed = measure_links(usable, options, secrets)
         return Link(speed.bytes_per_second, speed.latency_seconds, f"measured between {counted(count, 'machine')}")
 
     def _probe(self, usable: Sequence[Usable], workers: int, secrets: dict[str, str] | None = None) -> Measured:
+        assert self._recipe is not None
+        assert self._store is not None
         job, pack = self._recipe.job, self._recipe.pack
         size = len(pack.vocabulary) if isinstance(vars(pack).get("vocabulary"), LargerVocabulary) else None
         code = snapshot(self._loaded.code).archive if job.has_own_code else None
@@ -326,7 +405,7 @@ class _Speeds:
         found = measured[near]
         workers = found.ranks // found.machines
         memory = found.memory_limit_bytes if found.kind == "gpu" or not shared else found.memory_limit_bytes // count
-        layout = Layout(count, workers, memory)
+        layout = Layout(count, workers, memory, shared)
         speed = found.speed(self._work.exchange_every, where)
         if near == count:
             return layout, speed

@@ -1,4 +1,4 @@
-"""Raw data that is not packed yet: how much there is, and a small pack of its first samples to plan with."""
+"""Raw data of this machine that is not packed yet: how much there is, and a pack of its first samples to plan with."""
 
 from __future__ import annotations
 
@@ -14,7 +14,6 @@ from packtrain.data.pack import Pack
 from packtrain.errors import FieldMistake
 from packtrain.job.job import DataSettings
 from packtrain.job.kinds import Source
-from packtrain.job.part import is_address
 from packtrain.pack.archive import split_member
 from packtrain.pack.build import Packing, PlainProgress, splits_of
 from packtrain.pack.manifest import FORMAT, Kind, Manifest, pack_key, sized_split
@@ -31,18 +30,19 @@ _TEXT_RATIO = 3.0  # of a compressed text
 
 @dataclass(frozen=True)
 class RawHead:
-    """A pack of the first samples, and how many times as many samples each split has in all."""
+    """A pack of the first samples, and about how many usable samples each source has in all, by split."""
 
     manifest: Manifest
-    scale: dict[str, float]
+    samples: dict[str, list[float]]
+
+    @property
+    def is_all(self) -> bool:
+        """True if the training data has no other samples."""
+        return sum(self.samples["train"]) <= self.manifest.splits["train"].samples
 
 
 def pack_head(data: DataSettings, store: Store) -> RawHead:
-    """Pack the first samples of every split into a store of its own. Remote sources would have to be downloaded."""
-    for split, sources in splits_of(data).items():
-        for number, source in enumerate(sources):
-            if any(map(is_address, source.paths)):
-                raise FieldMistake(f"data.{split}.{number}", "is not here yet; run `packtrain pack` first")
+    """Pack the first samples of every source into a store of its own."""
     kind = common_kind(splits_of(data))
     heads = data.map_sources(lambda source: cast(Source, _SourceHead(source, _HEAD[kind])))
     packing = Packing("head", heads, store, InProcess(), PlainProgress(lambda _: None))
@@ -57,10 +57,14 @@ def pack_head(data: DataSettings, store: Store) -> RawHead:
         FORMAT, "head", kind, {}, splits, contents.classes, contents.vocabulary, contents.target_vocabulary
     )
     store.put(pack_key("head", "manifest.json"), manifest.to_json())
-    raw = {split: sum(count_samples(source, kind) for source in sources) for split, sources in splits_of(data).items()}
     begun: Mapping[str, Any] = splits_of(heads)
-    read = {split: sum(min(one.read, _HEAD[kind]) for one in begun[split]) for split in raw}
-    return RawHead(manifest, {split: raw[split] / max(1, read[split]) for split in raw})
+    samples: dict[str, list[float]] = {}
+    for split, sources in splits_of(data).items():
+        # Some of what was read may be unusable: the rest is taken to be alike.
+        kept = zip(splits[split].sources, (min(one.read, _HEAD[kind]) for one in begun[split]), strict=True)
+        usable = (count / max(1, read) for count, read in kept)
+        samples[split] = [count_samples(source, kind) * share for source, share in zip(sources, usable, strict=True)]
+    return RawHead(manifest, samples)
 
 
 class LargerVocabulary(Vocabulary):
@@ -129,10 +133,20 @@ def count_samples(source: Source, kind: Kind, seconds: float = _COUNT_SECONDS) -
 
 
 def _raw_bytes(paths: Sequence[str], kind: Kind) -> float:
-    total = 0.0
-    for place in paths:
-        path = Path(split_member(place)[0])
-        ratio = _TEXT_RATIO if kind == "pairs" and path.name.lower().endswith(_COMPRESSED) else 1.0
-        files = [Path(root, name) for root, _, names in os.walk(path) for name in names] if path.is_dir() else [path]
-        total += ratio * sum(file.stat().st_size for file in files)
-    return total
+    return sum(file_bytes(split_member(path)[0], unpacked=kind == "pairs") or 0 for path in paths)
+
+
+def file_bytes(place: str, unpacked: bool = True) -> int | None:
+    """Return the size of a file or a folder, of a compressed text what it unpacks to; None if there is none."""
+    path = Path(place)
+    files = [Path(root, name) for root, _, names in os.walk(path) for name in names] if path.is_dir() else [path]
+    try:
+        size = sum(file.stat().st_size for file in files)
+    except OSError:
+        return None
+    return round(size * text_ratio(place)) if unpacked else size
+
+
+def text_ratio(place: str) -> float:
+    """Return how much larger a text becomes when it is unpacked."""
+    return _TEXT_RATIO if place.lower().endswith(_COMPRESSED) else 1.0

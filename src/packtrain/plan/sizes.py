@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 
 from packtrain.job.job import Job
 from packtrain.pack.manifest import Manifest
-from packtrain.plan.workload import DataSize, ModelSize
+from packtrain.plan.workload import DataSize, ModelSize, estimated_data
 
 if TYPE_CHECKING:
     from packtrain.recipes.images import ResNetShape
@@ -21,27 +21,34 @@ if TYPE_CHECKING:
 
 _PASSES = 3  # operations of a step by those of its forward pass
 _CAPTION_TOKENS = 12.0  # of an average caption
+# Of a pair: two bytes for each token of source and target, and 8 for the end of each row in each of the two columns.
+_TOKEN_BYTES, _ROW_BYTES = 4, 16
 
 
 def known_model(job: Job, manifest: Manifest) -> ModelSize | None:
     """Return the size of the job's model; None for a recipe of the user's own."""
+    return built_in_model(job, int(manifest.settings.get("vocabulary", 0)), len(manifest.classes))
+
+
+def built_in_model(job: Job, vocabulary: int, classes: int) -> ModelSize | None:
+    """Return the size of the job's model with so many pieces or classes; None for a recipe of the user's own."""
     find = _MODELS.get(job.recipe or "")
-    return None if find is None else find(job, int(manifest.settings.get("vocabulary", 0)), len(manifest.classes))
+    return None if find is None else find(job, vocabulary, classes)
 
 
 def known_data(job: Job, manifest: Manifest) -> DataSize:
     """Return the size of the data as far as the manifest tells; the tokens of pairs follow from the size of shards."""
-    train, batch = manifest.splits["train"], job.train.batch.value
-    size = sum(shard.bytes for shard in train.shards)
-    units = float(train.samples)
+    train = manifest.splits["train"]
+    size, cost = sum(shard.bytes for shard in train.shards), 1.0
     if manifest.kind == "pairs":
-        # Two bytes for a token of source or target; 8 for the end of each row in each of the two columns.
-        units = max(float(train.samples), (size / train.samples - 16) / 4 * train.samples)
-    steps = max(1.0, units / batch)
-    counts = {split: manifest.splits[split].samples if split in manifest.splits else 0 for split in ("valid", "test")}
-    return DataSize(
-        train.samples, size, steps, train.samples / steps, units / steps, counts["valid"], counts["test"], exact=False
-    )
+        cost = max(1.0, (size / train.samples - _ROW_BYTES) / _TOKEN_BYTES)
+    valid, test = (manifest.splits[name].samples if name in manifest.splits else 0 for name in ("valid", "test"))
+    return estimated_data(job, train.sources, [cost] * len(train.sources), size, valid, test)
+
+
+def packed_pair_bytes(length: float) -> float:
+    """Return the size of a pair whose texts have so many tokens each."""
+    return _TOKEN_BYTES * length + _ROW_BYTES
 
 
 def _padded(vocabulary: int) -> int:
@@ -49,6 +56,8 @@ def _padded(vocabulary: int) -> int:
 
 
 def _transformer(shape: TransformerShape, vocabulary: int) -> ModelSize:
+    from packtrain.recipes.pairs import LOGITS_HELD
+
     width, inner = shape.width, shape.feedforward
     attention, norm = 4 * width * width + 4 * width, 2 * width
     feedforward = 2 * width * inner + inner + width
@@ -57,11 +66,12 @@ def _transformer(shape: TransformerShape, vocabulary: int) -> ModelSize:
     embedding = _padded(vocabulary) * width
     count = embedding + layers + 2 * norm
     # For one target token there is about one source token; of both, each layer keeps its inputs and those inside.
-    layer, logits = 12 * width + 2 * inner, 3 * _padded(vocabulary)
+    layer, logits = 12 * width + 2 * inner, LOGITS_HELD * _padded(vocabulary)
     kept = (shape.encoder_layers + 2 * shape.decoder_layers) * layer + logits
     inputs = (shape.encoder_layers + shape.decoder_layers) * width
     flops, least = 2.0 * _PASSES * (layers + embedding), inputs + 2 * layer + logits
-    return ModelSize(count, count, 0, flops, 4.0 * kept, 2.0 * layers, 4.0 * least)
+    outputs = 4.0 * LOGITS_HELD * _padded(vocabulary)
+    return ModelSize(count, count, 0, flops, 4.0 * kept, 2.0 * layers, 4.0 * least, "transformer", outputs)
 
 
 def _translate(job: Job, vocabulary: int, _: int) -> ModelSize:
@@ -116,7 +126,7 @@ def _resnet(shape: ResNetShape, pixels: int) -> ModelSize:
     # Of each convolution its input and that of its norm are kept; of a block, the input alone.
     depth = 3 if shape.block == "bottleneck" else 2
     least = min(kept, kept / (2 * depth) + depth * most)
-    return ModelSize(weights, weights, buffers, flops, kept, flops / _PASSES, least)
+    return ModelSize(weights, weights, buffers, flops, kept, flops / _PASSES, least, shape.block)
 
 
 def _classify(job: Job, _: int, classes: int) -> ModelSize:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from contextlib import ExitStack, suppress
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -11,11 +11,12 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from packtrain.data.order import Ids, micro_batches
-from packtrain.job.job import TrainSettings
+from packtrain.data.order import Ids, draws, micro_batches
+from packtrain.job.job import Job, TrainSettings
 from packtrain.plan.estimate import Workload
 from packtrain.recipes import Recipe
-from packtrain.recipes.recipe import training_order
+from packtrain.recipes.pairs import LOGITS_HELD, MEASURE_TOKENS, PairRecipe
+from packtrain.recipes.recipe import Family, training_order
 
 if TYPE_CHECKING:
     import torch
@@ -31,7 +32,7 @@ class ModelSize:
     """`trained` are the parameters that learn; operations and activations are for one unit of a batch.
 
     With activation checkpointing, `block_flops` are computed once more, and `checkpointed_bytes` are kept instead of
-    `activation_bytes`.
+    `activation_bytes`. `evaluation_bytes` are those of its outputs.
     """
 
     parameters: int
@@ -41,11 +42,13 @@ class ModelSize:
     activation_bytes: float
     block_flops: float
     checkpointed_bytes: float
+    family: Family = "transformer"
+    evaluation_bytes: float = 0.0
 
 
 @dataclass(frozen=True)
 class DataSize:
-    """`samples_per_step` and `units_per_step` are means over an epoch."""
+    """`samples_per_step` and `units_per_step` are means over the first epoch."""
 
     samples: int
     bytes: int
@@ -86,25 +89,46 @@ def workload_of(train: TrainSettings, unit: str, model: ModelSize, data: DataSiz
         valid_samples=data.valid_samples,
         test_samples=data.test_samples,
         exact=data.exact,
+        family=model.family,
+        evaluation_bytes=model.evaluation_bytes,
+        evaluation_units=MEASURE_TOKENS,
     )
 
 
-def data_size(recipe: Recipe, scale: Mapping[str, float] | None = None) -> DataSize:
-    """Return the size of the recipe's data. `scale` says how many times larger each split of the real data is."""
+def data_size(recipe: Recipe) -> DataSize:
+    """Return the size of the recipe's packed data."""
     order = training_order(recipe)
     batches = order.batches(0)
     split = recipe.pack.manifest.splits["train"]
-    times = (scale or {}).get
-    larger = times("train", 1.0)
     return DataSize(
-        samples=round(split.samples * larger),
-        bytes=round(sum(shard.bytes for shard in split.shards) * larger),
-        steps_per_epoch=len(batches) * larger,
+        samples=split.samples,
+        bytes=sum(shard.bytes for shard in split.shards),
+        steps_per_epoch=len(batches),
         samples_per_step=float(np.mean([len(batch) for batch in batches])),
         units_per_step=float(np.mean([order.costs[batch].sum() for batch in batches])),
-        valid_samples=round(recipe.count("valid") * times("valid", 1.0)),
-        test_samples=round(recipe.count("test") * times("test", 1.0)),
-        exact=scale is None,
+        valid_samples=recipe.count("valid"),
+        test_samples=recipe.count("test"),
+        exact=True,
+    )
+
+
+def estimated_data(
+    job: Job, samples: Sequence[float], costs: Sequence[float], size: float, valid: float, test: float
+) -> DataSize:
+    """Return the size of data whose order is not known, from the samples of each source of the training data, the
+    mean cost of one, and the bytes of all."""
+    drawn = [draws(round(count), source.weight) for count, source in zip(samples, job.data.train, strict=True)]
+    units = sum(count * cost for count, cost in zip(drawn, costs, strict=True))
+    steps = max(1.0, units / job.train.in_epoch(0).batch.value)
+    return DataSize(
+        samples=round(sum(samples)),
+        bytes=round(size),
+        steps_per_epoch=steps,
+        samples_per_step=sum(drawn) / steps,
+        units_per_step=units / steps,
+        valid_samples=round(valid),
+        test_samples=round(test),
+        exact=False,
     )
 
 
@@ -127,6 +151,8 @@ def model_size(recipe: Recipe) -> ModelSize:
         work.activation_bytes,
         work.block_flops or float(_FLOPS_PER_WEIGHT * trained) / 3,
         work.checkpointed_bytes,
+        recipe.family,
+        4.0 * LOGITS_HELD * len(recipe.pack.vocabulary) if isinstance(recipe, PairRecipe) else 0.0,
     )
 
 

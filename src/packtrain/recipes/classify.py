@@ -29,6 +29,7 @@ from packtrain.recipes.recipe import (
     Batch,
     Decoding,
     EvaluationRequest,
+    Family,
     Measurement,
     Network,
     Prediction,
@@ -158,6 +159,10 @@ class Classify(ImageRecipe[ImageBatches]):
         return np.fromiter((shard.plain["label"][row] for shard, row in places), np.int64, len(ids))
 
     # The model.
+
+    @property
+    def family(self) -> Family:
+        return self._shape.block
 
     @property
     def width(self) -> int:

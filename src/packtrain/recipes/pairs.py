@@ -41,7 +41,8 @@ from packtrain.run.records import Sample
 if TYPE_CHECKING:
     from torch import Tensor, nn
 
-_MEASURE_TOKENS = 8192  # of a batch whose loss is measured: bounds its memory
+MEASURE_TOKENS = 8192  # of a batch whose loss is measured: bounds its memory
+LOGITS_HELD = 3  # with their softmax and what torch needs to compute it
 MAX_INPUT_TOKENS = 1000
 
 
@@ -192,7 +193,7 @@ class PairRecipe(Recipe):
         network, pairs = _network(model), self.pairs[request.split]
         loss, tokens = 0.0, 0
         parts = []
-        for part in group_by_length(request.ids, pairs.target.lengths, _MEASURE_TOKENS):
+        for part in group_by_length(request.ids, pairs.target.lengths, MEASURE_TOKENS):
             request.on_batch()
             losses = network.losses(pad(pairs.source, part, PAD), pad(pairs.target, part, PAD))
             lengths = pairs.target.lengths[part] - 1

@@ -32,6 +32,8 @@ if TYPE_CHECKING:
     from torch import Tensor, nn
 
 Batch = dict[str, "Tensor"]
+Family = Literal["transformer", "bottleneck", "basic"]
+"""Models that are alike in how much of a GPU they use: Transformers, and residual networks by their blocks."""
 Rows = Mapping[str, Literal["pieces", "classes"]]
 """The names of tensors, and of what each of their rows belongs to."""
 
@@ -298,6 +300,11 @@ class Recipe(ABC):
         return nullcontext()
 
     # The model.
+
+    @property
+    def family(self) -> Family:
+        """The models that its own is like, for a plan of GPUs that nobody has measured."""
+        return "transformer" if self.unit == "tokens" else "bottleneck"
 
     @property
     @abstractmethod

@@ -31,6 +31,7 @@ from packtrain.recipes.recipe import (
     Batch,
     Decoding,
     EvaluationRequest,
+    Family,
     Hypothesis,
     Measurement,
     Network,
@@ -253,6 +254,10 @@ class Caption(ImageRecipe[CaptionBatches]):
         return {"pixels": pixels, "tokens": tokens, "unfinished": unfinished}
 
     # The model.
+
+    @property
+    def family(self) -> Family:
+        return ENCODERS[self._shape.encoder].block
 
     @property
     def width(self) -> int:
