@@ -101,14 +101,16 @@ def _print(made: Plan) -> None:
 
     work, goal, screen = made.workload, made.goal, console()
     about = "about " if not work.exact else ""
-    steps = f"{made.estimates[0].steps:,} steps"
+    batches = list(dict.fromkeys(phase.batch for phase in goal.phases))
+    first = show_count(work.units_per_step)
+    batch = ", then ".join([first, *(show_count(share * work.units_per_step) for share in batches[1:])])
     screen.say((made.job, "bold"), f"  {made.recipe} {made.model}")
     rows = {
         "model": f"{show_parameters(work.parameters)}, {show_bytes(work.weight_bytes)};"
         f" checkpoints of {show_bytes(work.checkpoint_bytes)} {made.save_every}",
         "data": f"{about}{work.samples:,} samples, {show_bytes(work.data_bytes)} packed;"
-        f" {about}{show_count(work.steps_per_epoch)} steps per epoch",
-        "steps": f"{steps} of {show_count(work.units_per_step)} {work.unit}"
+        f" {about}{show_count(work.steps_per_epoch)} steps per epoch{' at first' if len(batches) > 1 else ''}",
+        "steps": f"{made.estimates[0].steps:,} steps of {batch} {work.unit}"
         + ("" if work.unit == "samples" else f" ({show_count(work.samples_per_step)} samples)")
         + (f", {_epochs(goal.epochs)}" if goal.epochs else ""),
         "speed": made.source,

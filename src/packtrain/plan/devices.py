@@ -10,7 +10,7 @@ from __future__ import annotations
 import re
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from statistics import median
 from typing import Literal
@@ -27,8 +27,12 @@ _CPU_SHARE = 0.3  # of the peak of a core: an assumption, and `packtrain plan` m
 
 @dataclass(frozen=True)
 class Device:
-    """A GPU, or one core of a CPU. `flops` is with 32-bit matrices as training computes them: in TF32 on a GPU that has
-    it. `half_flops` is with 16-bit matrices; 0 if slow."""
+    """A GPU, or one core of a CPU.
+
+    `flops` is with 32-bit matrices as training computes them, which is in TF32 on a GPU that has it. `half_flops` is
+    with 16-bit matrices; 0 if slow. `nvlink` are bytes per second to the other GPUs of a machine in each direction; 0
+    if they are behind PCIe.
+    """
 
     name: str
     kind: DeviceKind
@@ -36,6 +40,7 @@ class Device:
     half_flops: float
     memory_bytes: int
     source: str
+    nvlink: float = 0.0
 
     def computes_half(self, half: bool) -> bool:
         """True if training in this precision has 16-bit matrices here."""
@@ -64,26 +69,27 @@ class Device:
 
 
 _NVIDIA = "https://www.nvidia.com/en-us/data-center/"
+# NVLink: https://www.nvidia.com/en-us/data-center/nvlink/, half of what both directions have together.
 _GEFORCE = "NVIDIA's GA102 and Ada architecture white papers"
 
 # In the order in which names are compared: `a100-80gb` before `a100`.
 GPUS: Mapping[str, Device] = {
     "t4": Device("NVIDIA T4", "gpu", 8.1 * _T, 65 * _T, 16 * _GB, _NVIDIA + "tesla-t4/"),
-    "v100-32gb": Device("NVIDIA V100 32 GB", "gpu", 15.7 * _T, 125 * _T, 32 * _GB, _NVIDIA + "v100/"),
-    "v100": Device("NVIDIA V100", "gpu", 15.7 * _T, 125 * _T, 16 * _GB, _NVIDIA + "v100/"),
+    "v100-32gb": Device("NVIDIA V100 32 GB", "gpu", 15.7 * _T, 125 * _T, 32 * _GB, _NVIDIA + "v100/", 150 * _GB),
+    "v100": Device("NVIDIA V100", "gpu", 15.7 * _T, 125 * _T, 16 * _GB, _NVIDIA + "v100/", 150 * _GB),
     "p100": Device("NVIDIA P100", "gpu", 9.3 * _T, 0, 16 * _GB, _NVIDIA + "tesla-p100/"),
     "a10g": Device("NVIDIA A10G", "gpu", 35 * _T, 70 * _T, 24 * _GB, "https://aws.amazon.com/ec2/instance-types/g5/"),
     "a10": Device("NVIDIA A10", "gpu", 62.5 * _T, 125 * _T, 24 * _GB, _NVIDIA + "products/a10-gpu/"),
     "l40s": Device("NVIDIA L40S", "gpu", 183 * _T, 362 * _T, 48 * _GB, _NVIDIA + "l40s/"),
     "l4": Device("NVIDIA L4", "gpu", 60 * _T, 121 * _T, 24 * _GB, _NVIDIA + "l4/"),
     "a40": Device("NVIDIA A40", "gpu", 74.8 * _T, 149.7 * _T, 48 * _GB, _NVIDIA + "a40/"),
-    "a100-80gb": Device("NVIDIA A100 80 GB", "gpu", 156 * _T, 312 * _T, 80 * _GB, _NVIDIA + "a100/"),
-    "a100": Device("NVIDIA A100 40 GB", "gpu", 156 * _T, 312 * _T, 40 * _GB, _NVIDIA + "a100/"),
-    "h200": Device("NVIDIA H200", "gpu", 494 * _T, 989 * _T, 141 * _GB, _NVIDIA + "h200/"),
+    "a100-80gb": Device("NVIDIA A100 80 GB", "gpu", 156 * _T, 312 * _T, 80 * _GB, _NVIDIA + "a100/", 300 * _GB),
+    "a100": Device("NVIDIA A100 40 GB", "gpu", 156 * _T, 312 * _T, 40 * _GB, _NVIDIA + "a100/", 300 * _GB),
+    "h200": Device("NVIDIA H200", "gpu", 494 * _T, 989 * _T, 141 * _GB, _NVIDIA + "h200/", 450 * _GB),
     "h100-pcie": Device("NVIDIA H100 PCIe", "gpu", 378 * _T, 756 * _T, 80 * _GB, _NVIDIA + "h100/"),
     "h100-nvl": Device("NVIDIA H100 NVL", "gpu", 417 * _T, 835 * _T, 94 * _GB, _NVIDIA + "h100/"),
-    "h100": Device("NVIDIA H100", "gpu", 494 * _T, 989 * _T, 80 * _GB, _NVIDIA + "h100/"),
-    "b200": Device("NVIDIA B200", "gpu", 1125 * _T, 2250 * _T, 180 * _GB, _NVIDIA + "dgx-b200/"),
+    "h100": Device("NVIDIA H100", "gpu", 494 * _T, 989 * _T, 80 * _GB, _NVIDIA + "h100/", 450 * _GB),
+    "b200": Device("NVIDIA B200", "gpu", 1125 * _T, 2250 * _T, 180 * _GB, _NVIDIA + "dgx-b200/", 900 * _GB),
     "rtx-3090": Device("NVIDIA GeForce RTX 3090", "gpu", 35.6 * _T, 71 * _T, 24 * _GB, _GEFORCE),
     "rtx-4090": Device("NVIDIA GeForce RTX 4090", "gpu", 82.6 * _T, 165 * _T, 24 * _GB, _GEFORCE),
 }
@@ -127,28 +133,22 @@ def _lambda(family: Family, flops: float, speeds: Mapping[str, tuple[float, floa
     ]
 
 
+_A100 = ("a100", "a100-80gb")  # one chip, one speed: the mean of both
 PUBLISHED: Sequence[PublishedRun] = (
     # 88 epochs on 8 GPUs in 77.2 min (ResNet-50), and on one in 187.3 min (ResNet-18), with all that belongs to a run.
-    *(
-        run
-        for key in ("a100", "a100-80gb")
-        for run in (
-            PublishedRun(
-                GPUS[key], "bottleneck", True, 88 * _IMAGENET / 77.2 / 60 / 8, _RESNET50 * _FFCV_PIXELS, _FFCV
-            ),
-            PublishedRun(GPUS[key], "basic", True, 88 * _IMAGENET / 187.3 / 60, _RESNET18 * _FFCV_PIXELS, _FFCV),
-        )
-    ),
-    PublishedRun(GPUS["a100"], "bottleneck", False, 928, _RESNET50, _LAMBDA),
-    PublishedRun(GPUS["a100-80gb"], "bottleneck", False, 1066, _RESNET50, _LAMBDA),
+    *(PublishedRun(GPUS[key], "bottleneck", True, 88 * _IMAGENET / 77.2 / 60 / 8, _RESNET50 * _FFCV_PIXELS, _FFCV)
+      for key in _A100),
+    *(PublishedRun(GPUS[key], "basic", True, 88 * _IMAGENET / 187.3 / 60, _RESNET18 * _FFCV_PIXELS, _FFCV)
+      for key in _A100),
+    *(PublishedRun(GPUS[key], "bottleneck", False, 997, _RESNET50, _LAMBDA) for key in _A100),
     *_lambda("bottleneck", _RESNET50, {
         "v100": (833, 369), "v100-32gb": (833, 369), "a10": (638, 349), "a40": (654, 391), "rtx-3090": (905, 513),
         "rtx-4090": (1301, 721), "h100-pcie": (1976, 1248), "h100": (2791, 1895), "h200": (3079, 2259),
         "b200": (3076, 2967)}),
     *_lambda("transformer", _BERT_LARGE, {
         "v100": (57, 12), "v100-32gb": (57, 12), "a10": (42, 19), "a40": (57.6, 20.1), "rtx-3090": (52, 24),
-        "rtx-4090": (93, 44), "a100": (133.6, 59.5), "a100-80gb": (152, 75), "h100-pcie": (204, 100),
-        "h100": (311, 145), "h200": (350, 181), "b200": (523, 281)}),
+        "rtx-4090": (93, 44), **dict.fromkeys(_A100, (142.8, 67.2)), "h100-pcie": (204, 100), "h100": (311, 145),
+        "h200": (350, 181), "b200": (523, 281)}),
     # ResNet-50, 90 epochs on 8 GPUs in 29 hours; the big Transformer, 25,000 tokens on 8 GPUs in a second.
     PublishedRun(
         GPUS["p100"], "bottleneck", False, 90 * _IMAGENET / 29 / 3600 / 8, _RESNET50, "arxiv.org/abs/1706.02677"),
@@ -284,7 +284,7 @@ def ibm_hardware(flavor: str, mbps: int | None) -> Hardware | None:
     link = Link((mbps or 100) * 1e6 / 8, 0.0003, source)
     if gpu is None:
         return Hardware(_UNKNOWN_CORE, 0, cores, gib * _GIB, link)
-    return Hardware(GPUS[gpu], max(1, cores // _VCPUS_PER_GPU), cores, gib * _GIB, link)
+    return Hardware(replace(GPUS[gpu], nvlink=0.0), max(1, cores // _VCPUS_PER_GPU), cores, gib * _GIB, link)
 
 
 # Devices by name, and this machine.

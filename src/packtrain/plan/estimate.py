@@ -126,7 +126,7 @@ class Speed:
     """How fast a worker computes and loads, and where that is known from.
 
     `exchange_seconds`, if measured, are those that did not overlap, in the layout that was measured; so are
-    `memory_bytes`. `score_seconds` and `decode_seconds` are for one sample of an evaluation.
+    `memory_bytes`. `score_seconds` and `decode_seconds` are for one sample of an evaluation; `nvlink` is the device's.
     """
 
     source: str
@@ -138,6 +138,7 @@ class Speed:
     decode_seconds: float
     exchange_seconds: float | None = None
     memory_bytes: int | None = None
+    nvlink: float = 0.0
 
 
 @dataclass(frozen=True)
@@ -242,6 +243,7 @@ def speed_from_table(work: Workload, hardware: Hardware, workers: int, beam: int
         0.0,
         per_sample * (1 - _BACKWARD),
         per_sample * (1 - _BACKWARD) * beam,
+        nvlink=hardware.device.nvlink,
     )
 
 
@@ -251,6 +253,8 @@ def estimate(work: Workload, goal: Goal, speed: Speed, layout: Layout, link: Lin
     share = work.units_per_step / ranks
     sent = work.link_bytes(ranks)
     used = link if layout.machines > 1 and link is not None else _INSIDE[speed.kind]
+    if layout.machines == 1 and speed.nvlink:
+        used = Link(speed.nvlink, 2e-5, "NVLink")
     compute = exchange = data = needed = batch = 0.0
     for phase in goal.phases:
         computed = speed.fixed_seconds + speed.unit_seconds * share * phase.work
