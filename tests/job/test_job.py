@@ -169,7 +169,7 @@ OUTSIDE = "must be a relative path inside the job file's directory"
         ("data.train.0.bitext", "a\0b", "data.train.0.bitext.0: contains a control character"),
         ("data.train.0.bitext", "~/a", "data.train.0.bitext.0: '~/a': ~ is not expanded; write the full path"),
         ("data.train.0.bitext", "ftp://a/b",
-         "data.train.0.bitext.0: 'ftp://a/b' must be a path or start with one of s3://, http://, https://, store:"),
+         "data.train.0.bitext.0: 'ftp://a/b' must be a path or start with one of s3://, gs://, az://, http://, https://, store:"),
         ("data.train.0.weight", 0, "data.train.0.weight: must be greater than 0"),
         ("data.train.0.weight", -1.5, "data.train.0.weight: must be greater than 0"),
         ("data.train.0.weigth", 1, "data.train.0.weigth: unknown key; did you mean 'weight'?"),

@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
+from statistics import median
+from typing import get_args
 
 import pytest
 
 from packtrain.errors import Mistake
 from packtrain.fleet.prices import price_lists
-from packtrain.plan.devices import GPUS, aws_hardware, device_named, gpu_named, this_machine
+from packtrain.plan.devices import GPUS, PUBLISHED, aws_hardware, device_named, gpu_named, ibm_hardware, this_machine
+from packtrain.recipes.recipe import Family
 
 
 @pytest.mark.parametrize(
@@ -41,7 +45,67 @@ def test_every_device_has_a_source_and_halves_are_at_least_as_fast() -> None:
         assert device.source
         assert device.memory_bytes >= 16e9
         assert device.half_flops == 0 or device.half_flops >= device.flops
-        assert device.reached_flops(half=True) >= device.reached_flops(half=False) or not device.half_flops
+        for family in get_args(Family):
+            half, full = (device.reached_flops(precision, family) for precision in (True, False))
+            assert half >= full or not device.half_flops
+
+
+def test_a_published_run_reaches_a_part_of_the_peak_and_has_an_address() -> None:
+    assert {run.family for run in PUBLISHED} == set(get_args(Family))
+    for run in PUBLISHED:
+        assert re.match(r"[a-z.]+\.(com|org)/", run.source)
+        assert 0.03 < run.share < 0.65, (run.device.name, run.family, run.half)
+    assert len({(run.device.name, run.family, run.half) for run in PUBLISHED}) == len(PUBLISHED)
+
+
+def test_a_gpu_is_as_fast_as_its_published_run_and_says_whose_it_was() -> None:
+    v100 = GPUS["v100"]
+    assert v100.reached_flops(half=True, family="bottleneck") == pytest.approx(833 * 24.5e9)
+    assert v100.basis(half=True, family="bottleneck").startswith("NVIDIA V100 at 16% of its peak (github.com/lambdal/")
+    # Pascal has no fast 16 bits.
+    assert GPUS["p100"].reached_flops(half=True, family="transformer") == GPUS["p100"].reached_flops(
+        half=False, family="transformer"
+    )
+
+
+def test_a_gpu_without_a_published_run_is_like_similar_ones() -> None:
+    t4, v100 = GPUS["t4"], GPUS["v100"]
+    assert "NVIDIA T4" not in {run.device.name for run in PUBLISHED}
+    assert (t4.has_tf32, v100.has_tf32, GPUS["a100"].has_tf32) == (False, False, True)
+    assert t4.share(half=True, family="transformer") == v100.share(half=True, family="transformer")
+    assert "as similar GPUs" in t4.basis(half=True, family="transformer")
+    similar = [run.share for run in PUBLISHED if run.family == "transformer" and run.half and run.device.has_tf32]
+    assert GPUS["l4"].share(half=True, family="transformer") == median(similar)
+
+
+def test_a_family_that_nobody_published_in_a_precision_is_like_its_nearest() -> None:
+    a100 = GPUS["a100"]
+    assert a100.share(half=False, family="basic") == a100.share(half=False, family="bottleneck")
+
+
+@pytest.mark.parametrize(
+    ("flavor", "gpu", "gpus", "cores"),
+    [
+        ("AC1_8X60X100", "NVIDIA P100", 1, 8),
+        ("AC1_16X120X25", "NVIDIA P100", 2, 16),
+        ("AC2_8X60X100", "NVIDIA V100", 1, 8),
+        ("AC2_16X120X100", "NVIDIA V100", 2, 16),
+        ("B1_4X16X100", "core of an unknown CPU", 0, 4),
+    ],
+)
+def test_a_flavor_of_ibm_has_its_devices(flavor: str, gpu: str, gpus: int, cores: int) -> None:
+    machine = ibm_hardware(flavor, 1000)
+    assert machine is not None
+    assert (machine.device.name, machine.gpus, machine.cores) == (gpu, gpus, cores)
+    assert machine.link.bytes_per_second == 1e9 / 8
+
+
+def test_what_is_no_flavor_of_ibm_is_not_guessed() -> None:
+    assert ibm_hardware("4 CPUs with 16 GB", None) is None
+    assert ibm_hardware("g5.xlarge", None) is None
+    unset = ibm_hardware("AC2_8X60X100", None)
+    assert unset is not None
+    assert "assumed; set network_mbps" in unset.link.source
 
 
 def test_an_instance_of_aws_has_its_devices_and_its_network() -> None:
@@ -54,7 +118,10 @@ def test_an_instance_of_aws_has_its_devices_and_its_network() -> None:
     assert plain is not None
     assert (plain.gpus, plain.cores, plain.workers) == (0, 16, 1)
     assert plain.worker_memory_bytes(2) == 16 * 2**30
-    assert plain.worker_flops(2, half=True) == plain.worker_flops(1, half=False) / 2
+    assert (
+        plain.worker_flops(2, half=True, family="transformer")
+        == plain.worker_flops(1, half=False, family="transformer") / 2
+    )
 
 
 def test_nearly_all_instances_with_a_price_are_in_the_table() -> None:
@@ -78,4 +145,4 @@ def test_this_machine_is_described_by_its_kernel(tmp_path: Path) -> None:
 
 
 def test_a_machine_without_a_description_still_has_a_speed(tmp_path: Path) -> None:
-    assert this_machine(tmp_path).worker_flops(1, half=False) > 0
+    assert this_machine(tmp_path).worker_flops(1, half=False, family="transformer") > 0

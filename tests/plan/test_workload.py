@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from packtrain.plan.workload import ModelSize, data_size, model_size, workload_of
+from packtrain.plan.workload import ModelSize, data_size, estimated_data, model_size, workload_of
 from packtrain.recipes import Recipe
 from recipes.conftest import MakeRecipe
 from recipes.small import SMALL
@@ -29,11 +29,23 @@ def test_data_is_sized_by_its_batches(small: Recipe) -> None:
     assert size.samples == small.count("train")
     assert size.steps_per_epoch * size.samples_per_step == pytest.approx(size.samples)
     assert size.units_per_step <= small.job.train.batch.value
-    larger = data_size(small, {"train": 10.0, "valid": 2.0})
-    assert (larger.samples, larger.steps_per_epoch) == (10 * size.samples, 10 * size.steps_per_epoch)
-    assert larger.valid_samples == 2 * size.valid_samples
     assert size.exact
-    assert not larger.exact
+
+
+def test_data_that_was_not_read_fills_the_batch_and_counts_each_source_by_its_weight(small: Recipe) -> None:
+    [source] = small.job.data.train
+    mix = (source, source.model_copy(update={"weight": 2.0}))
+    job = small.job.model_copy(update={"data": small.job.data.model_copy(update={"train": mix})})
+    size = estimated_data(job, [100_000, 50_000], [1.0, 3.0], 1e6, 10, 0)
+    batch = job.train.batch.value
+    assert (size.samples, size.units_per_step, size.exact) == (150_000, pytest.approx(batch), False)
+    # 100,000 samples once, and 50,000 twice.
+    assert size.steps_per_epoch == pytest.approx((100_000 + 2 * 50_000 * 3.0) / batch)
+    assert size.samples_per_step == pytest.approx(200_000 / size.steps_per_epoch)
+
+
+def test_a_recipe_knows_the_family_of_its_model(small: Recipe) -> None:
+    assert model_size(small).family == {"tokens": "transformer", "samples": "basic"}[small.unit]
 
 
 @pytest.mark.parametrize(

@@ -114,7 +114,7 @@ def test_a_plan_that_was_right_is_confirmed() -> None:
     assert found is not None
     assert (found.verdict, found.answer) == ("good", "Yes: everything within 5% of the plan.")
     assert [row.what for row in compared(evidence)] == [
-        "time of a step", "tokens/s", "whole run", "memory per worker", "checkpoint",
+        "time of a step", "whole run", "memory per worker", "checkpoint",
     ]  # fmt: skip
 
 
@@ -125,9 +125,24 @@ def test_a_plan_that_was_wrong_names_its_worst_number() -> None:
     assert found.answer.startswith("Not quite: time of a step was planned as 300 ms and was 100 ms (-67%)")
 
 
+def test_a_speed_that_nobody_measured_may_be_off_by_half_and_a_size_may_not() -> None:
+    rough = replace(PLAN, source="rough: peak of a CPU", step_seconds=0.06, seconds=70.0)
+    seen = {"telemetry": telemetry_of(), "checkpoints": [a_checkpoint(400)], "summary": {"seconds": 42.0}}
+    found = forecast(evidence_of(steps_of(), forecast=rough, **seen))
+    assert found is not None
+    assert (found.verdict, found.answer) == ("good", "Yes: everything within 67% of the rough plan.")
+    measured = forecast(evidence_of(steps_of(), forecast=replace(rough, source="20 steps of 1 worker"), **seen))
+    assert measured is not None
+    assert measured.verdict == "note"
+    large = replace(rough, memory_bytes=3 * PLAN.memory_bytes)
+    found = forecast(evidence_of(steps_of(), forecast=large, **seen))
+    assert found is not None
+    assert found.answer.startswith("Not quite: memory per worker was planned as ")
+
+
 def test_a_run_that_is_not_over_is_compared_without_its_length() -> None:
     evidence = evidence_of(steps_of(), forecast=PLAN, summary={"state": "running"})
-    assert [row.what for row in compared(evidence)] == ["time of a step", "tokens/s"]
+    assert [row.what for row in compared(evidence)] == ["time of a step"]
     assert forecast(evidence_of(steps_of())) is None
     nothing = forecast(evidence_of(forecast=PLAN, summary={"state": "running"}))
     assert nothing is not None

@@ -46,13 +46,23 @@ class Device:
         """True if training in this precision has 16-bit matrices here."""
         return half and self.half_flops > 0
 
+    @property
+    def has_tf32(self) -> bool:
+        return 0 < self.half_flops < 4 * self.flops
+
     def share(self, half: bool, family: Family) -> float:
-        """Return the part of the peak that training such a model reaches: as published, else the median of GPUs."""
+        """Return the part of the peak that training such a model reaches: as published, else as similar GPUs do."""
         if self.kind == "cpu":
             return _CPU_SHARE
-        precision = self.computes_half(half)
-        published = {run.device.name: run.share for run in PUBLISHED if (run.family, run.half) == (family, precision)}
-        return published.get(self.name) or median(published.values())
+        runs = self._published(half, family)
+        own = [run.share for run in runs if run.device.name == self.name]
+        similar = [run.share for run in runs if run.device.has_tf32 == self.has_tf32]
+        return median(own or similar or [run.share for run in runs])
+
+    def _published(self, half: bool, family: Family) -> list[PublishedRun]:
+        """Return the runs of all GPUs in this precision; nobody has published all families in both."""
+        runs = [run for run in PUBLISHED if run.half == self.computes_half(half)]
+        return [run for run in runs if run.family == family] or [run for run in runs if run.family == "bottleneck"]
 
     def reached_flops(self, half: bool, family: Family) -> float:
         """Return the operations per second that training reaches."""
@@ -62,9 +72,8 @@ class Device:
         """Say in a few words where `reached_flops` comes from."""
         if self.kind == "cpu":
             return f"{self.name} at {_CPU_SHARE:.0%} of its peak, assumed"
-        wanted = (self.name, family, self.computes_half(half))
-        sources = [run.source for run in PUBLISHED if (run.device.name, run.family, run.half) == wanted]
-        where = sources[0] if sources else "the median of other GPUs"
+        sources = [run.source for run in self._published(half, family) if run.device.name == self.name]
+        where = sources[0] if sources else "as similar GPUs"
         return f"{self.name} at {self.share(half, family):.0%} of its peak ({where})"
 
 
