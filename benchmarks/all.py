@@ -46,6 +46,7 @@ COMMANDS: dict[str, list[list[str]]] = {
     "input": [["--images", "512"]],
     "exchange": [[]],
     "plan": [["--steps", "200"]],
+    "published": [[]],
 }
 LITTLE_TRAINING = ("train.duration=5 steps", "evaluate.samples=5", "data.test=[]", "fleet.workers=1")
 SHORT: dict[str, list[list[str]]] = {
@@ -65,6 +66,7 @@ SHORT: dict[str, list[list[str]]] = {
     "input": [["--images", "16"]],
     "exchange": [["--steps", "2", "--quality-steps", "4", "--links", "1 Gbit/s", "--only", "local, 4 fragments, int8"]],
     "plan": [["--steps", "6", "--seconds", "0.2", "--only", "1 worker"]],
+    "published": [[]],
 }
 
 

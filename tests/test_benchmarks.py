@@ -218,6 +218,17 @@ CASES: dict[str, list[Case]] = {
             ["6 steps;", "2 hosts, 1 Gbit/s: not measured: only root can make hosts"],
         )
     ],
+    "published": [
+        Case(
+            [],
+            lambda script: [(script.RUNS[0], 100.0, 6000.0), (script.RUNS[5], 300.0, 6000.0)],
+            [
+                {"GPUs": "8 v100", "unit": "minutes", "published": "109.2", "planned": "100.0", "time off (%)": -8},
+                {"unit": "units/s", "published": "6,636", "planned": "6,000", "time off (%)": 11},
+            ],
+            ["2 of 2 runs that are not in the table of devices are within 30%"],
+        )
+    ],
     "recipes": [
         Case(
             ["translate", "--share", "0.25", "--decoded", "20"],
@@ -493,6 +504,18 @@ def test_control_is_measured_with_real_nodes_and_a_real_store() -> None:
     assert [row["nodes"] for row in rows] == [2, 3]
     for row in rows:
         assert row["reads/s"] > 0 and row["writes/s"] > 0 and row["B/node/s"] > 0 and row["form s"] > 0
+
+
+def test_published_runs_come_out_within_thirty_percent() -> None:
+    script = load("published")
+    options = script.parser().parse_args([])
+    report = script.report(options, script.measure(options))
+    assert not report.faults
+    held = [row for row in report.rows if not row["in the table"]]
+    assert len(held) > 15
+    assert all(abs(row["time off (%)"]) <= 30 and "." in row["source"] for row in held)
+    [note] = report.notes
+    assert note.startswith(f"{len(held)} of {len(held)} runs")
 
 
 def test_text_loaders_are_measured_with_equal_batches() -> None:

@@ -12,7 +12,7 @@ from packtrain.cli.evaluate import _print_table
 from packtrain.cli.screen import line_starts
 from packtrain.fleet.fleet import Check
 from packtrain.plan.devices import Link
-from packtrain.plan.estimate import Advice, Goal, Layout, Phase, Speed, Workload, choose, estimate, with_efficiency
+from packtrain.plan.estimate import Advice, Goal, Layout, Speed, StepKind, Workload, choose, estimate, with_efficiency
 from packtrain.plan.plan import Plan
 from packtrain.run.records import Event, Point, Result
 from packtrain.run.run import Run
@@ -109,7 +109,7 @@ def made_plan() -> Plan:
         test_samples=0, exact=True,
     )  # fmt: skip
     goal, speed = (
-        Goal(100_000, None, 20.0, (Phase(1.0, 1.0, 1.0),), None, 0, 24.5, None, None),
+        Goal(100_000, None, 20.0, (StepKind(1.0, 1.0, 1.0),), None, 0, 24.5, None, None),
         Speed("a table", "gpu", 0.01, 1e-6, 0.0, 0.0, 0.0),
     )
     link = Link(1.25e9, 1e-4, "given")

@@ -14,8 +14,8 @@ from packtrain.plan.estimate import (
     Estimate,
     Goal,
     Layout,
-    Phase,
     Speed,
+    StepKind,
     Workload,
     choose,
     estimate,
@@ -36,7 +36,7 @@ WORK = Workload(
     steps_per_epoch=100.0, micro_batch=None, samples=5000, data_bytes=500_000, valid_samples=0, test_samples=0,
     exact=True,
 )  # fmt: skip
-GOAL = Goal(1000, None, 10.0, (Phase(1.0, 1.0, 1.0),), None, 0, None, None, None)
+GOAL = Goal(1000, None, 10.0, (StepKind(1.0, 1.0, 1.0),), None, 0, None, None, None)
 SPEED = Speed("made up", "cpu", 0.0, 0.001, 0.0, 0.0, 0.0)
 FAST, SLOW = Link(100e9, 0.0, "fast"), Link(10e6, 0.0, "slow")
 
@@ -160,21 +160,21 @@ def test_a_duration_in_time_makes_more_steps_on_more_machines() -> None:
 
 
 def test_images_that_grow_make_steps_longer_and_larger() -> None:
-    grown = on(1, goal=replace(GOAL, phases=(Phase(0.5, 1.0, 1.0), Phase(0.5, 1.0, 3.0))))
+    grown = on(1, goal=replace(GOAL, phases=(StepKind(0.5, 1.0, 1.0), StepKind(0.5, 1.0, 3.0))))
     assert grown.step_seconds == pytest.approx(2.0)
     assert grown.memory_bytes - on(1).memory_bytes == 2 * 1000 * 1000
 
 
 def test_batches_that_shrink_have_fewer_samples_per_second() -> None:
     """Half of the steps have the batch of the job, half a quarter of it with the same work."""
-    shrunk = on(1, goal=replace(GOAL, phases=(Phase(0.5, 1.0, 1.0), Phase(0.5, 0.25, 1.0))))
+    shrunk = on(1, goal=replace(GOAL, phases=(StepKind(0.5, 1.0, 1.0), StepKind(0.5, 0.25, 1.0))))
     assert shrunk.units_per_second == pytest.approx(625.0)
     assert shrunk.samples_per_second == pytest.approx(50 * 0.625)
 
 
 def test_the_network_bounds_each_phase_by_itself() -> None:
     """Slow steps hide what is sent, and fast steps do not: the mean step would hide all of it."""
-    phases = (Phase(0.5, 1.0, 0.1), Phase(0.5, 1.0, 1.9))
+    phases = (StepKind(0.5, 1.0, 0.1), StepKind(0.5, 1.0, 1.9))
     work = replace(WORK, parameters=10**9, trained=10**9, exchange_bytes=4 * 10**9)
     link = Link(13e9, 0.0, "between")
     mixed, even = (on(2, link, work, replace(GOAL, phases=one), kind="gpu") for one in (phases, GOAL.phases))
@@ -261,7 +261,10 @@ def test_phases_of_other_sizes_change_steps_and_their_work() -> None:
     ]
     goal = goal_of(recipe_job(train={"duration": "2 epochs", "schedule": {"phases": phases}}), WORK)
     assert (goal.steps, goal.epochs) == (200, 2.0)
-    assert goal.phases == (Phase(0.5, 1.0, 1.0), Phase(0.5, 1.0, 4.0))  # the second epoch has four times the pixels
+    assert goal.phases == (
+        StepKind(0.5, 1.0, 1.0),
+        StepKind(0.5, 1.0, 4.0),
+    )  # the second epoch has four times the pixels
 
 
 @pytest.mark.parametrize(("duration", "steps", "epochs"), [("28 epochs", 16_399, 28.0), ("16399 steps", 16_399, 28.0)])

@@ -6,7 +6,9 @@ import json
 import subprocess
 import sys
 from dataclasses import replace
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
+from threading import Thread
 from typing import Any
 
 import pytest
@@ -155,12 +157,166 @@ def test_raw_images_are_estimated_too(tmp_path: Path, monkeypatch: pytest.Monkey
     assert made.goal.steps == 5
 
 
+def test_a_batch_larger_than_what_was_read_stays_whole(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(raw, "_HEAD", {"pairs": 50, "labels": 50, "captions": 50})
+    pairs = [(f"good morning {number}", f"guten Morgen {number}") for number in range(1000)]
+    few = [(f"yes {number}", f"ja, das ist wahr und gut und schön {number}") for number in range(100)]
+    data = {
+        "train": [
+            {"bitext": write_pairs(tmp_path / "many.tsv", pairs)},
+            {"bitext": write_pairs(tmp_path / "few.tsv", few), "weight": 5.0},
+        ],
+        "vocabulary": 300,
+    }
+    train = {"duration": "3 epochs", "batch": "2000 tokens", "schedule": {"constant": {"rate": 0.1}}}
+    path = write_job(tmp_path, data=data, train=train)
+    raw_plan = make_plan(load(path), TABLE, quiet)
+    pack(path)
+    packed = make_plan(load(path), TABLE, quiet)
+    assert packed.workload.exact
+    assert raw_plan.workload.samples == packed.workload.samples == 1100
+    # The vocabulary of a few samples makes other tokens; batches and the mix are those of all.
+    assert raw_plan.workload.units_per_step == pytest.approx(2000)
+    epochs = [made.workload.steps_per_epoch * made.workload.samples_per_step for made in (raw_plan, packed)]
+    assert epochs == [pytest.approx(1500)] * 2, "the second source is read five times"
+
+
 def test_counting_stops_after_a_while_and_sizes_of_files_tell_the_rest(tmp_path: Path) -> None:
     lines = [(f"good morning {number}", f"guten Morgen {number}") for number in range(4000)]
     source = load(write_job(tmp_path, data={"train": [{"bitext": write_pairs(tmp_path / "many.tsv", lines)}]}))
     [one] = source.job.data.train
     assert raw.count_samples(one, "pairs") == 4000
     assert raw.count_samples(one, "pairs", seconds=0.0) == pytest.approx(4000, rel=0.1)
+
+
+# Without the data.
+
+
+EXAMPLES = Path(__file__).parents[2] / "examples"
+
+
+@pytest.mark.parametrize(
+    ("example", "samples", "valid", "words"),
+    [
+        ("classify-imagenet", 1_281_167, 50_000, "ImageNet"),
+        ("translate-wmt14", 4_562_102, 3_000, "WMT14 English-German"),
+        ("chat-cornell", 215_956, 5_326, "Cornell Movie-Dialogs"),
+        ("caption-coco-vizwiz", 106_214, 48_254, "COCO 2014 and VizWiz-Captions"),
+    ],
+)
+def test_the_full_examples_are_planned_without_their_data(
+    example: str, samples: int, valid: int, words: str, tmp_path: Path
+) -> None:
+    store = f"store={tmp_path / 'store'}"
+    made = make_plan(load(EXAMPLES / f"{example}.yaml", [store]), TABLE, quiet)
+    assert (made.workload.samples, made.workload.valid_samples) == (samples, valid)
+    assert f"its size is that of {words}, by the names of its files" in made.notes[0]
+    assert (made.pack, made.workload.exact) == (None, False)
+    assert made.estimates[0].seconds > 600
+    assert not (tmp_path / "store").exists()
+
+
+def test_imagenet_in_phases_has_its_epochs_and_its_batches(tmp_path: Path) -> None:
+    path = str(EXAMPLES / "classify-imagenet.yaml")
+    text = plan(path, "--device", "v100", "--set", "fleet.workers=8", "--set", f"store={tmp_path / 'store'}").output
+    for words in ("16,399 steps of 4,096, then 1,792, then 1,024 samples, 28 epochs", "313 steps per epoch at first"):
+        assert words in text, text
+    assert "compute" in text
+    assert "network" not in text
+
+
+def test_sizes_may_be_given_instead_of_data(tmp_path: Path) -> None:
+    path = write_job(tmp_path, data={"train": [{"bitext": ["a.en", "a.de"]}], "vocabulary": 32000})
+    made = json.loads(plan(str(path), "--device", "t4", "--samples", "1281167", "--length", "27", "--json").stdout)
+    work = made["workload"]
+    assert (work["samples"], work["valid_samples"]) == (1_281_167, 0)
+    assert work["units_per_step"] / work["samples_per_step"] == pytest.approx(27)
+    assert work["steps_per_epoch"] == pytest.approx(1_281_167 * 27 / 64)
+    assert any("--samples has the training samples only" in note for note in made["notes"])
+    named = json.loads(plan(str(path), "--device", "t4", "--samples", "WMT14-en-de", "--json").stdout)["workload"]
+    assert (named["samples"], named["valid_samples"], named["test_samples"]) == (4_562_102, 3_000, 3_003)
+
+
+def test_given_sizes_are_those_of_each_source_of_a_mix(tmp_path: Path) -> None:
+    mix = [{"bitext": ["a.en", "a.de"]}, {"bitext": ["b.en", "b.de"], "weight": 3.0}]
+    path = str(write_job(tmp_path, data={"train": mix, "vocabulary": 32000}))
+    made = json.loads(plan(path, "--device", "t4", "--samples", "1000,200", "--length", "8", "--json").stdout)
+    assert made["workload"]["samples"] == 1200
+    assert made["workload"]["steps_per_epoch"] == pytest.approx((1000 + 3 * 200) * 8 / 64)
+    assert "data.train is a mix with weights; give each source's, as in 100000,100000" in refused(
+        path, "--samples", "1000"
+    )
+    assert "has 3 values, and data.train 2 sources" in refused(path, "--samples", "1,2,3")
+
+
+def test_data_of_this_machine_is_not_measured_without_being_read(tmp_path: Path) -> None:
+    path = write_job(tmp_path)
+    made = make_plan(load(path), PlanRequest(samples="1000", length=9.0), quiet)
+    assert made.source.startswith("table of devices: ")
+    assert "the speed was not measured, which takes the data" in made.notes
+
+
+@pytest.mark.usefixtures("processes")
+def test_remote_data_is_sized_by_its_headers(tmp_path: Path) -> None:
+    asked = []
+
+    class Head(BaseHTTPRequestHandler):
+        def do_HEAD(self) -> None:
+            asked.append(self.path)
+            self.send_response(200)
+            self.send_header("Content-Length", "147000000000" if "images" in self.path else "700000000")
+            self.end_headers()
+
+        def log_message(self, *_: object) -> None:
+            pass
+
+    with ThreadingHTTPServer(("127.0.0.1", 0), Head) as server:
+        Thread(target=server.serve_forever, daemon=True).start()
+        try:
+            url = f"http://127.0.0.1:{server.server_port}"
+            made = make_plan(
+                load(write_job(tmp_path, data={"train": [{"bitext": [f"{url}/a.en", f"{url}/a.de"]}]})), TABLE, quiet
+            )
+            assert made.workload.samples == pytest.approx(700e6 / 5 / 25)
+            data = {"train": [{"imagenet": f"{url}/images.tar"}]}
+            train = {"duration": "5 steps", "batch": "4 samples", "schedule": {"constant": {"rate": 0.1}}}
+            changes = {"recipe": "classify", "data": data, "model": {"size": "tiny", "width": 8}, "train": train}
+            images = make_plan(load(write_job(tmp_path, **changes)), TABLE, quiet)
+            assert images.workload.samples == pytest.approx(147e9 / 115e3, rel=0.001)
+        finally:
+            server.shutdown()
+    assert sorted(asked) == ["/a.de", "/images.tar"], "nothing is downloaded"
+    assert any("estimated from the sizes of its files; set --samples" in note for note in made.notes)
+
+
+def test_data_in_the_store_is_sized_by_its_objects(tmp_path: Path) -> None:
+    store = open_store(str(tmp_path / "store"), create=True)
+    store.put("raw/a.tsv", b"x" * 100_000)
+    made = make_plan(load(write_job(tmp_path, data={"train": [{"bitext": "store:raw/a.tsv"}]})), TABLE, quiet)
+    assert made.workload.samples == pytest.approx(100_000 / 2 / 5 / 25)
+    path = write_job(tmp_path, data={"train": [{"bitext": "store:raw/none.tsv"}]})
+    assert "store:raw/none.tsv: not found in" in refused(str(path), "--device", "t4")
+
+
+def test_servers_of_ibm_are_in_the_table(tmp_path: Path) -> None:
+    fleet = {"ibm": {"datacenter": "dal10", "flavor": "AC2_16X120X100", "os": "UBUNTU_LATEST_64", "network_mbps": 1000}}
+    path = write_job(tmp_path, fleet=fleet, store="s3://bucket/store")
+    made = make_plan(load(path), PlanRequest(samples="1000", length=9.0, machines=(1, 2)), quiet)
+    assert made.source.startswith("table of devices: NVIDIA V100 at ")
+    assert [one.workers for one in made.estimates] == [2, 4]
+    assert made.link.bytes_per_second == 1e9 / 8
+    assert [one.dollars for one in made.estimates] == [None, None], "its price is not known"
+
+
+def test_machines_of_the_local_fleet_share_this_one(tmp_path: Path) -> None:
+    path = write_job(tmp_path, fleet={"local": {}, "workers": 1, "price": 2.0})
+    made = make_plan(load(path), PlanRequest(samples="1000", length=9.0, machines=(1, 2)), quiet)
+    one, two = made.estimates
+    assert two.step_seconds >= one.step_seconds, "no machine is added"
+    assert two.dollars == pytest.approx((one.dollars or 0.0) * two.seconds / one.seconds)
+    assert any("are all this one: they share its" in note for note in made.notes)
+    others = make_plan(load(path), replace(TABLE, samples="1000", length=9.0, machines=(1, 2)), quiet)
+    assert not any("are all this one" in note for note in others.notes), "--device is about other machines"
 
 
 # Measured.
@@ -206,6 +362,11 @@ def test_a_probe_of_a_fleet_runs_on_its_machines(tmp_path: Path) -> None:
         (["--device", "h1000"], "--device h1000: not in the table; did you mean 'h100'?"),
         (["--link", "fast"], '--link fast: must be a speed, such as "10 Gbit/s"'),
         (["--link", "0 Gbit/s"], "must be a speed"),
+        (["--samples", "many"], "--samples many: must be a number of samples, or a well-known set; "),
+        (["--samples", "imagnet"], "did you mean 'imagenet'?"),
+        (["--samples", "0"], "such as 1281167"),
+        (["--length", "7"], "--length is for data that is not read; this job's data is here"),
+        (["--samples", "100", "--probe"], "--probe needs the data; plan without it"),
         (["--probe", "--device", "t4"], "use one of them"),
         (["--set", "data.pack=missing"], "data.pack: no such pack"),
     ],
@@ -232,7 +393,17 @@ def test_rented_machines_cannot_be_probed(tmp_path: Path) -> None:
 def test_missing_data_is_named(tmp_path: Path) -> None:
     path = write_job(tmp_path, data={"train": [{"bitext": str(tmp_path / "none.tsv")}]})
     open_store(str(tmp_path / "store"), create=True)
-    assert "none.tsv" in refused(str(path), "--device", "t4")
+    assert "none.tsv is not here; to plan without it, give its size, as in --samples 100000" in refused(
+        str(path), "--device", "t4"
+    )
+
+
+def test_the_length_of_images_is_refused(tmp_path: Path) -> None:
+    path = write_job(tmp_path, recipe="classify", data={"train": [{"imagenet": "train"}]}, model="tiny",
+                     train={"batch": "4 samples", "schedule": {"constant": {"rate": 0.1}}})  # fmt: skip
+    assert "--length is the mean length of a target text; the samples of this job are images" in refused(
+        str(path), "--samples", "100", "--length", "7"
+    )
 
 
 # What a run expects without measuring.

@@ -133,7 +133,7 @@ def _opened_bucket(path: str) -> Store:
         raise Mistake(f"{printable(scheme[:20])}:// is not supported for data; {hint}")
     bucket, _, key = rest.partition("/")
     if "?" in key:  # not shown: it may hold a signature
-        raise Mistake(f"an {scheme.lower()}:// URL has no '?'; name only the object")
+        raise Mistake(f"{scheme.lower()}:// URLs have no '?'; name only the object")
     with _lasting_errors_as_mistakes():
         return open_store(f"{scheme.lower()}://{bucket}")
 

@@ -106,7 +106,7 @@ GPUS: Mapping[str, Device] = {
 
 @dataclass(frozen=True)
 class PublishedRun:
-    """What one GPU reached in a training run that others published, in units per second.
+    """The speed of one GPU in a training run that others published.
 
     `flops` are those of a unit, forward and backward, as `plan.sizes` counts them for our own models.
     """

@@ -94,8 +94,8 @@ class Workload:
 
 
 @dataclass(frozen=True)
-class Phase:
-    """A part of a run in which steps are alike: its share of all steps, and the batch and the computing of a step,
+class StepKind:
+    """Steps of a run that are alike: their share of all steps, and the batch and the computing of a step,
     relative to those of the `Workload`. Both the batch and the size of images may change."""
 
     share: float
@@ -103,7 +103,7 @@ class Phase:
     work: float
 
 
-_FIRST = Phase(1.0, 1.0, 1.0)
+_FIRST = StepKind(1.0, 1.0, 1.0)
 
 
 @dataclass(frozen=True)
@@ -113,7 +113,7 @@ class Goal:
     steps: int | None
     seconds: float | None
     epochs: float | None
-    phases: Many[Phase]
+    phases: Many[StepKind]
     evaluate_steps: float | None
     decoded: int
     dollars_per_hour: float | None
@@ -220,7 +220,7 @@ def goal_of(job: Job, work: Workload) -> Goal:
         steps,
         duration.value if duration.unit == "seconds" else None,
         None if duration.unit == "seconds" else epochs,
-        tuple(Phase(count / total, *kind) for kind, count in steps_of.items()),
+        tuple(StepKind(count / total, *kind) for kind, count in steps_of.items()),
         evaluate_steps,
         job.evaluate.samples,
         job.fleet.dollars_per_hour,
@@ -322,7 +322,7 @@ def _needed(work: Workload, speed: Speed, compute: float, sent: float) -> float:
     return max(_tail(work, sent) / allowed, sent / (allowed + hidden)) if allowed > 0 else 0.0
 
 
-def memory_of(work: Workload, kind: DeviceKind, ranks: int, phase: Phase = _FIRST) -> int:
+def memory_of(work: Workload, kind: DeviceKind, ranks: int, phase: StepKind = _FIRST) -> int:
     """Return the bytes that a worker holds: weights, gradients, optimizer, copies, activations, and the libraries."""
     state = work.weight_bytes * (1 + work.copies + int(work.averaged)) + 4 * work.trained * (1 + work.optimizer_copies)
     share = phase.batch * work.units_per_step / ranks

@@ -119,7 +119,7 @@ def _by_arithmetic(job: Job, manifest: Manifest) -> KnownSpeeds | None:
     work = workload_of(job.train, job.train.batch.unit, model, known_data(job, manifest), hardware.gpus > 0)
     workers = job.fleet.workers or hardware.workers
     shared = job.fleet.kind.machines.most if fleet_of(job.fleet.kind).trains_here else 1
-    speed = speed_from_table(work, hardware, workers * (1 if hardware.gpus else shared), job.evaluate.beam)
+    speed = speed_from_table(work, hardware, workers * shared, job.evaluate.beam)
     speed = replace(speed, source=f"rough: {assumed}; packtrain plan measures")
     layout = Layout(job.fleet.kind.machines.most, workers, hardware.worker_memory_bytes(workers * shared), shared > 1)
     return KnownSpeeds(work, hardware.link, ((layout, speed),))

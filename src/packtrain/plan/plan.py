@@ -106,6 +106,10 @@ def make_plan(loaded: LoadedJob, request: PlanRequest, say: Say) -> Plan:
         raise Mistake("--length is the mean length of a target text; the samples of this job are images")
     hardware, in_table, notes = _hardware(job, request)
     unseen = _unseen(loaded, request)
+    if request.length is not None and unseen is None:
+        raise Mistake(
+            "--length is for data that is not read; this job's data is here. Add --samples to plan without it"
+        )
     with ExitStack() as stack:
         data, model, recipe, store = _sizes(stack, loaded, request, unseen, say)
         unit = recipe_class(job.recipe, loaded.code).unit
