@@ -103,11 +103,11 @@ RUNS: Sequence[Published] = (
         [(6, 128, 8192), (13, 128, 16384), (28, 224, 7168), (30, 288, 4096)], train=_HALF), "imagenet", minutes=29.73,
         machines=4, link=_FLOW),
     Published("DAWNBench, 35 epochs", _DAWN, "v100", 8, _imagenet(
-        [(6, 128, 8192), (14, 128, 16384), (17, 224, 8192), (29, 224, 14336), (35, 288, 8192)], train=_HALF), "imagenet",
-        minutes=19.07, machines=8, link=_FLOW),
+        [(6, 128, 8192), (14, 128, 16384), (17, 224, 8192), (29, 224, 14336), (35, 288, 8192)], train=_HALF),
+        "imagenet", minutes=19.07, machines=8, link=_FLOW),
     Published("DAWNBench, 50 epochs", _DAWN, "v100", 8, _imagenet(
-        [(6, 128, 8192), (16, 128, 16384), (19, 224, 8192), (37, 224, 24576), (50, 288, 16384)], train=_HALF), "imagenet",
-        minutes=16.13, machines=16, link=_FLOW),
+        [(6, 128, 8192), (16, 128, 16384), (19, 224, 8192), (37, 224, 24576), (50, 288, 16384)], train=_HALF),
+        "imagenet", minutes=16.13, machines=16, link=_FLOW),
     Published("ResNet-50, 20.06, mixed", _RESNET, "v100", 8, _imagenet([(90, 224, 2048)]), "imagenet",
               units_per_second=6635.9),
     Published("ResNet-50, 21.03, mixed", _RESNET, "v100", 8, _imagenet([(90, 224, 2048)]), "imagenet",
