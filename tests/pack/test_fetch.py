@@ -176,7 +176,13 @@ def test_invalid_urls_are_refused_without_a_request(path: str, copy: Copy) -> No
     assert str(caught.value).isprintable()
 
 
-@pytest.mark.parametrize("path", ["https://me:hunter2@host/x", "s3://key:hunter2@bucket/x", "s3://bucket/x?t=hunter2"])
+@pytest.mark.parametrize(
+    "path",
+    [
+        "https://me:hunter2@host/x", "s3://key:hunter2@bucket/x", "s3://bucket/x?t=hunter2", "gs://bucket/x?t=hunter2",
+        "az://bucket/x?t=hunter2",
+    ],
+)  # fmt: skip
 def test_urls_with_passwords_are_refused_and_not_shown(path: str, copy: Copy, no_aws: None) -> None:
     with pytest.raises(Mistake) as caught:
         copy(path)
