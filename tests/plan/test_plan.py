@@ -237,6 +237,27 @@ def test_sizes_may_be_given_instead_of_data(tmp_path: Path) -> None:
     assert (named["samples"], named["valid_samples"], named["test_samples"]) == (4_562_102, 3_000, 3_003)
 
 
+def test_images_of_a_size_that_is_given_have_as_many_classes_as_imagenet(tmp_path: Path) -> None:
+    train = {"duration": "5 steps", "batch": "4 samples", "schedule": {"constant": {"rate": 0.1}}}
+    path = write_job(tmp_path, recipe="classify", data={"train": [{"imagenet": "train"}]}, model="tiny", train=train)
+    for samples, assumed in (("1000", True), ("imagenet", False)):
+        made = make_plan(load(path), replace(TABLE, samples=samples), quiet)
+        assert ("1,000 classes are assumed" in made.notes) == assumed
+
+
+@pytest.mark.usefixtures("processes")
+def test_a_plan_without_data_needs_no_torch(tmp_path: Path) -> None:
+    path = write_job(tmp_path)
+    code = (
+        "import sys; sys.modules['torch'] = None\n"
+        "from packtrain.cli import app\n"
+        f"app(['plan', {str(path)!r}, '--samples', '1000', '--device', 't4'])\n"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, cwd=tmp_path)
+    assert done.returncode == 0, done.stderr
+    assert "cheapest and fastest" in done.stdout
+
+
 def test_given_sizes_are_those_of_each_source_of_a_mix(tmp_path: Path) -> None:
     mix = [{"bitext": ["a.en", "a.de"]}, {"bitext": ["b.en", "b.de"], "weight": 3.0}]
     path = str(write_job(tmp_path, data={"train": mix, "vocabulary": 32000}))

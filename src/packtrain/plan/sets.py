@@ -173,5 +173,7 @@ def _unseen(job: Job, parts: Sequence[KnownSource], valid: int, test: int, notes
     images = _has_images(job)
     costs = [1.0 if images else one.length for one in parts]
     size = sum(one.samples * (_IMAGE_BYTES if images else packed_pair_bytes(one.length)) for one in parts)
+    if "labels" in job.data.train[0].contents and not all(one.title.lower() == "imagenet" for one in parts):
+        notes = [*notes, f"{_DEFAULT_CLASSES:,} classes are assumed"]
     data = estimated_data(job, [one.samples for one in parts], costs, size, valid, test)
     return UnseenData(data, _DEFAULT_CLASSES, tuple(notes))
