@@ -749,7 +749,12 @@ def test_captions_from_pretrained_weights_have_the_published_rates(tmp_path: Pat
     [
         ("translate", "noam.peak=0.001", {"noam": {"warmup": "8000 steps", "peak": 0.001, "share": 0.2}}),
         ("translate", "noam.scale=1.0", {"noam": {"warmup": "8000 steps", "scale": 1.0, "share": 0.2}}),
-        ("translate", "noam.warmup=300 steps", {"noam": {"warmup": "300 steps", "scale": 3.0, "share": 0.2}}),
+        (  # the peak stays
+            "translate",
+            "noam.warmup=80 steps",
+            {"noam": {"warmup": "80 steps", "scale": 0.3, "share": 0.2}},
+        ),
+        ("translate", "noam.share=0.1", {"noam": {"warmup": "8000 steps", "scale": 3.0, "share": 0.1}}),
         ("classify", "cosine.peak=0.3", {"cosine": {"peak": 0.3, "warmup": "111 steps"}}),
         ("classify", "one_cycle.peak=0.3", {"one_cycle": {"peak": 0.3}}),
         ("caption", "constant.rate=0.3", {"constant": {"rate": 0.3}}),

@@ -210,13 +210,9 @@ class Source(Part):
 
 
 class ScheduleKind(Part):
-    """How the learning rate changes over a run.
-
-    `ends_with_run`: it falls until the run ends. `alternatives` are the fields of which exactly one is set.
-    """
+    """How the learning rate changes over a run. `ends_with_run`: it falls until the run ends."""
 
     ends_with_run: ClassVar[bool] = False
-    alternatives: ClassVar[frozenset[str]] = frozenset()
 
     @property
     def follows_duration(self) -> bool:
@@ -242,6 +238,10 @@ class ScheduleKind(Part):
     def default_for(self, written: Duration, now: Duration) -> ScheduleKind:
         """Return the schedule as a default of jobs of any length and unit, where a recipe has it for `written`."""
         return self.fitted(written, now)
+
+    def beside(self, given: Mapping[str, object]) -> Mapping[str, object]:  # noqa: ARG002
+        """Return the fields that this schedule has as a default beside those that are given, which are not checked."""
+        return self.model_dump(mode="json", exclude_none=True)
 
     @property
     @abstractmethod

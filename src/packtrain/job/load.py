@@ -169,9 +169,8 @@ def fitted_defaults(defaults: Mapping[str, Any], given: Mapping[str, Any]) -> Ma
     words = _section(_section(given, "train"), "schedule")
     if words and list(words) != [word]:
         del changed["schedule"]
-    elif any(_section(words, word).get(name) is not None for name in schedule.alternatives):
-        others = schedule.model_dump(mode="json", exclude_none=True, exclude=set(schedule.alternatives))
-        changed["schedule"] = {word: others}
+    elif fields := _section(words, word):
+        changed["schedule"] = {word: schedule.beside(fields)}
     evaluate = dict(_section(defaults, "evaluate"))
     every = evaluate.get("every")
     if isinstance(every, str) and (length := Duration.parse(every)).unit == now.unit == train.duration.unit:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from bisect import bisect_right
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from itertools import pairwise
 from typing import TYPE_CHECKING, Annotated
 
@@ -52,8 +52,6 @@ class NoamSettings(ScheduleKind):
     `scale` is the factor of the formula that includes the model's width; `peak` is the rate at the end of the warm-up.
     If `warmup` is more than `share` of the run, that share is the warm-up, and its peak is what `warmup` would reach.
     """
-
-    alternatives = frozenset({"scale", "peak"})
 
     warmup: Steps
     scale: Positive | None = None
@@ -103,6 +101,15 @@ class NoamSettings(ScheduleKind):
         if now.unit != "seconds":
             return self.fitted(written, now)
         return self.model_copy(update={"share": None})._warmed_up_in(_in_steps(self.warmup, now))
+
+    def beside(self, given: Mapping[str, object]) -> Mapping[str, object]:
+        if given.get("scale") is not None or given.get("peak") is not None:
+            return self.model_dump(mode="json", exclude_none=True, exclude={"scale", "peak"})
+        try:
+            warmup = Duration.parse(str(given["warmup"]))
+        except (KeyError, ValueError):
+            return super().beside(given)
+        return self._warmed_up_in(warmup).model_dump(mode="json", exclude_none=True)
 
     def _warmed_up_in(self, warmup: Duration) -> NoamSettings:
         """Return the schedule with another warm-up and the same peak."""
