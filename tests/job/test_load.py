@@ -775,6 +775,6 @@ def test_a_field_of_another_kind_does_not_borrow_from_the_default(tmp_path: Path
 def test_an_evaluation_interval_by_default_is_at_most_a_fifth_of_the_run(tmp_path: Path) -> None:
     every = [
         str(default_job(tmp_path / "job.yaml", "translate", duration=duration).evaluate.every)
-        for duration in ("50000 steps", "2000 steps", "1 step", "3 epochs")
+        for duration in ("50000 steps", "2000 steps", "300 steps", "1 step", "3 epochs")
     ]
-    assert every == ["1000 steps", "400 steps", "1 steps", "1000 steps"]
+    assert every == ["1000 steps", "400 steps", "100 steps", "100 steps", "1000 steps"]

@@ -22,6 +22,9 @@ from packtrain.units import Duration, counted, cut_to, keep_share
 
 MAX_BYTES = 1_000_000
 
+_FEWEST_STEPS = 100.0
+"""From one evaluation to the next by default, however short the run: they would take longer than its training."""
+
 _STEP = re.compile(r"[A-Za-z0-9_-]+")
 
 DefaultsOf = Callable[[str, Path, Mapping[str, object]], Mapping[str, object]]
@@ -174,7 +177,9 @@ def fitted_defaults(defaults: Mapping[str, Any], given: Mapping[str, Any]) -> Ma
     evaluate = dict(_section(defaults, "evaluate"))
     every = evaluate.get("every")
     if isinstance(every, str) and (length := Duration.parse(every)).unit == now.unit == train.duration.unit:
-        evaluate["every"] = str(cut_to(length, train.duration, now) or now)
+        shorter = cut_to(length, train.duration, now) or now
+        least = _FEWEST_STEPS if now.unit == "steps" else 0.0
+        evaluate["every"] = str(Duration(min(length.value, max(shorter.value, least)), now.unit))
     return {**defaults, "train": changed, **({"evaluate": evaluate} if evaluate else {})}
 
 
