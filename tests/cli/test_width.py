@@ -130,6 +130,20 @@ def test_a_plan_has_two_tables_where_one_is_too_wide() -> None:
     assert head.split() == " ".join(names).split()
 
 
+def test_a_plan_is_never_cut() -> None:
+    made = made_plan()
+    for width in range(80, 121):
+        lines = shown_at(width, lambda: plan._print(made))
+        assert not any("…" in line for line in lines), lines
+
+
+def test_the_sizes_of_a_run_with_a_long_name_fit(directory_store: Store) -> None:
+    run = new_run(directory_store, recipe_job("a-long-name-" * 4 + "x"))
+    lines = shown_at(80, lambda: app(["du", "--store", directory_store.url]))
+    assert not any("…" in line for line in lines)
+    assert run.name in "".join(line.partition("  ")[0] for line in lines[1:])
+
+
 def test_the_checks_of_doctor_fit_with_what_to_do() -> None:
     advice = "start chrony or systemd-timesyncd there; buckets reject requests with a wrong time"
     checks = [Check("gpu-cluster-a", "clock", False, "off by 45 s", advice), Check("gpu-cluster-a", "disk", True, "ok")]

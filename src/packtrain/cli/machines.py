@@ -335,6 +335,8 @@ def _print_resources(resources: Sequence[Resource]) -> None:
         words += [f"expires {harmless(told.expires)}"] if told.expires else []
         screen.say((harmless(told.run or label), "bold"), "".join(f"  {word}" for word in words))
         table = Table(box=None, pad_edge=False, show_header=False, padding=(0, 2, 0, 0))
+        for _ in range(4):
+            table.add_column(overflow="fold")  # a name is there to be copied
         for resource in own:
             table.add_row(*map(harmless, ("", resource.place, resource.kind, resource.name)))
         screen.print(table)

@@ -133,7 +133,7 @@ _DETAILS = ("memory", "sent", "needs", "loads")
 def _print_table(made: Plan) -> None:
     columns = _columns(made)
     screen = console()
-    whole = sum(max(len(name), *(len(cell) for cell in cells)) + 1 for name, cells in columns.items()) - 1
+    whole = sum(max(len(name), *(len(cell) for cell in cells)) + 2 for name, cells in columns.items()) - 2
     details = [] if whole <= screen.width else [name for name in _DETAILS if name in columns]
     screen.print()
     _print_columns(made, {name: cells for name, cells in columns.items() if name not in details})

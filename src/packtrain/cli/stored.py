@@ -207,7 +207,10 @@ def _show_store_usage(store: Store, as_json: bool) -> None:
     parts = ("checkpoints", "logs", "metrics")
     table = Table(box=None, pad_edge=False, header_style="dim")
     for column in ("run", "total", *parts, OTHER):
-        table.add_column(column, justify="left" if column == "run" else "right", no_wrap=True, overflow="ellipsis")
+        if column == "run":
+            table.add_column(column, overflow="fold")  # a name is there to be copied
+        else:
+            table.add_column(column, justify="right", no_wrap=True)
     for run in sorted(usage.runs, key=lambda run: -run.bytes):
         rest = run.bytes - sum(run.parts[part] for part in parts)
         sizes = [run.bytes, *(run.parts[part] for part in parts), rest]

@@ -40,7 +40,6 @@ if TYPE_CHECKING:
 _POLL_SECONDS = 1.0
 _TABLE_SECONDS = 5.0  # between two tables of a sweep that runs
 _MAX_ROWS = 30  # of a table that is drawn again and again
-_MAX_VALUE = 24  # characters
 
 
 def register(app: typer.Typer) -> None:
@@ -213,12 +212,11 @@ def _drawn(table: SweepTable, most: int | None = None) -> Table:
     short = _short_names(table.parameters)
     numbers = ("step", table.score_head)
     for column in ("run", "state", *short, "step", *([table.score_head] if table.measure else [])):
-        drawn.add_column(harmless(column), justify="right" if column in numbers else "left")
+        drawn.add_column(harmless(column), justify="right" if column in numbers else "left", overflow="fold")
     for row in table.rows[:most]:
         values = [row.values.get(name, "-") for name in table.parameters]
-        cut = [value if len(value) <= _MAX_VALUE else f"{value[: _MAX_VALUE - 3]}..." for value in values]
         score = [table.score_of(row)] if table.measure else []
-        drawn.add_row(*map(harmless, (row.run, row.standing, *cut, f"{row.step:,}", *score)))
+        drawn.add_row(*map(harmless, (row.run, row.standing, *values, f"{row.step:,}", *score)))
     if most is not None and len(table.rows) > most:
         drawn.add_row(f"and {len(table.rows) - most} more")
     return drawn
