@@ -11,6 +11,7 @@ from collections.abc import Iterable
 from difflib import get_close_matches
 
 EXIT_DONE = 0
+EXIT_UNWRITTEN = 1  # standard output is lost; what the command did is not
 EXIT_MISTAKE = 2
 EXIT_FAILED = 100
 EXIT_UNFINISHED = 101

@@ -14,7 +14,7 @@ import pytest
 from typer.testing import CliRunner
 
 from packtrain.cli import app
-from packtrain.errors import EXIT_INTERRUPTED, EXIT_MISTAKE, EXIT_NOT_FOUND, PacktrainError
+from packtrain.errors import EXIT_INTERRUPTED, EXIT_MISTAKE, EXIT_NOT_FOUND, EXIT_UNWRITTEN, PacktrainError
 from packtrain.run.records import FleetLaunch, LogLine, Result
 from packtrain.run.run import Run
 from packtrain.store import Store, open_store
@@ -188,9 +188,9 @@ def test_output_that_cannot_be_written_is_an_error_of_one_line(
         done = subprocess.run(command, stdout=full, stderr=subprocess.PIPE, env=environment, timeout=120, check=False)
         unseen = subprocess.run(command, stdout=full, stderr=full, env=environment, timeout=120, check=False)
     assert (done.returncode, done.stderr) == (
-        EXIT_MISTAKE, b"packtrain: cannot write standard output: No space left on device\n",
+        EXIT_UNWRITTEN, b"packtrain: cannot write standard output: No space left on device\n",
     )  # fmt: skip
-    assert unseen.returncode == EXIT_MISTAKE
+    assert unseen.returncode == EXIT_UNWRITTEN
 
 
 @pytest.mark.usefixtures("processes")

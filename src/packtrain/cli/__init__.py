@@ -35,7 +35,7 @@ from packtrain.cli import (
     ui,
 )
 from packtrain.cli.common import OutputLost, ReaderGone, console, prepare_streams, safe_output
-from packtrain.errors import EXIT_DONE, EXIT_MISTAKE, PacktrainError
+from packtrain.errors import EXIT_DONE, EXIT_UNWRITTEN, PacktrainError
 
 FIRST = ("init", "run", "show", "ui", "report", "predict")  # what a newcomer needs
 PANELS = {
@@ -157,7 +157,7 @@ def _run(words: Sequence[str]) -> int:
         return EXIT_DONE
     except OutputLost as error:
         _complain(str(error))
-        return EXIT_MISTAKE
+        return EXIT_UNWRITTEN
     except PacktrainError as error:
         _complain(str(error))
         return error.exit_code
