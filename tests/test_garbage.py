@@ -168,13 +168,20 @@ def here(monkeypatch: pytest.MonkeyPatch) -> list[Unused]:
 def test_downloads_scratch_and_code_are_found_and_deleted_once_they_are_old(
     cache: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    for name in ("sources/abc/1-train.txt", "inputs/def/files/x", "copy-1/object", f"code/{DIGEST}/train.py"):
+    for name in (
+        "sources/abc/1-train.txt",
+        "inputs/def/files/x",
+        "copy-1/object",
+        f"code/{DIGEST}/train.py",
+        "torchinductor/fx/x",
+    ):
         (cache / name).parent.mkdir(parents=True)
         (cache / name).write_bytes(b"x" * 10)
     assert unused_here(WEEK) == []
     unused = here(monkeypatch)
     assert {one.name: one.kind for one in unused} == {
-        "sources/abc": "download", "inputs/def": "data of a program", "copy-1": "scratch", f"code/{DIGEST}": "code"
+        "sources/abc": "download", "inputs/def": "data of a program", "copy-1": "scratch",
+        f"code/{DIGEST}": "code", "torchinductor/fx": "compiled code",
     }  # fmt: skip
     assert {one.bytes for one in unused} == {10}
     assert delete_here(unused, WEEK) == unused

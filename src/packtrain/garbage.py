@@ -23,7 +23,7 @@ from packtrain.run.liveness import store_time
 from packtrain.run.run import removed_run
 from packtrain.run.uses import Uses, all_uses, announced, discarding
 from packtrain.store import Entry, Store
-from packtrain.system import FileLock, cache_directory, nodes_directory, this_client
+from packtrain.system import COMPILED, FileLock, cache_directory, nodes_directory, this_client
 from packtrain.units import show_seconds
 
 LEAST_SECONDS = 3600.0  # a pack that is being made gets a new object far more often
@@ -136,6 +136,7 @@ def unused_here(older_seconds: float) -> list[Unused]:
     places += [("code", path) for path in _below(cache / "code") if len(path.name) == 64]
     # A program reads its data as long as it runs, and holds no lock on it.
     places += [("data of a program", path) for path in ([] if _has_live_nodes() else _below(cache / "inputs"))]
+    places += [("compiled code", path) for path in ([] if _has_live_nodes() else _below(cache / COMPILED))]
     places += [("scratch", path) for pattern in _SCRATCH for path in cache.glob(pattern)]
     for kind, path in places:
         size, used = _measure(path)
@@ -155,6 +156,8 @@ def delete_here(found: Iterable[Unused], older_seconds: float) -> list[Unused]:
             is_gone = False
         elif one.kind == "code":
             is_gone = remove_unpacked(one.path)
+        elif one.kind == "compiled code":
+            is_gone = not _has_live_nodes() and _remove(one.path)
         elif one.kind == "data of a program":
             is_gone = not _has_live_nodes() and _remove_locked(one.path)
         else:

@@ -17,9 +17,11 @@ from collections.abc import Callable
 from contextlib import suppress
 from getpass import getuser
 from pathlib import Path
+from tempfile import gettempdir
 
 from packtrain.errors import Mistake
 
+COMPILED = "torchinductor"  # the folder of the cache
 _PR_SET_PDEATHSIG, _PR_SET_NAME = 1, 15
 
 
@@ -121,24 +123,96 @@ def machine_id() -> str:
     return f"{socket.gethostname()}-{boot.read_text('utf-8')[:8]}" if boot.exists() else socket.gethostname()
 
 
+def expanded(path: str | Path) -> Path:
+    """Return a path with the home directory instead of `~`; a user of a container may have none."""
+    try:
+        return Path(path).expanduser()
+    except RuntimeError:
+        raise Mistake(f"{path}: this user has no home directory; set HOME, or write the whole path") from None
+
+
+def in_home(name: str) -> Path:
+    """Return the path of a file in the home directory; without one, it is a path that cannot be there."""
+    home = os.path.expanduser("~")  # noqa: PTH111 - Path raises an error without a home directory
+    return Path(home if home.startswith("/") else os.devnull) / name
+
+
+def is_writable(path: Path) -> bool:
+    """True if this user can write to a directory, or create it."""
+    return os.access(nearest(path), os.W_OK | os.X_OK) and nearest(path).is_dir()
+
+
+def nearest(path: Path) -> Path:
+    """Return the directory, or the nearest one above it that exists and can be seen."""
+    whole = path.absolute()
+    return next(one for one in (whole, *whole.parents) if os.path.exists(one))  # noqa: PTH110 - Path's raises an error
+
+
+def _in_home_or_temporary(name: str, variable: str) -> Path:
+    """Return Packtrain's folder in a folder of the home directory; without a home, one that is private and temporary.
+
+    Others can write to the directory for temporary files, and could have put something of theirs there before.
+    """
+    if is_writable(in_home(f"{name}/packtrain")):
+        return in_home(f"{name}/packtrain")
+    try:
+        base = Path(gettempdir(), f"packtrain-{os.geteuid()}")
+        with suppress(FileExistsError):
+            base.mkdir(mode=0o700)
+        status = base.lstat()
+    except OSError as error:
+        fault = f"cannot write to the home directory, or to one for temporary files ({error.strerror or error})"
+        raise Mistake(f"{fault}; set {variable} to a directory of your own") from None
+    if not stat.S_ISDIR(status.st_mode) or status.st_uid != os.geteuid() or status.st_mode & 0o077:
+        fault = f"{base}: is not a directory that only this user can read"
+        raise Mistake(f"{fault}; remove it, or set {variable} to a directory of your own")
+    return base / name / "packtrain"
+
+
 def _cache_path() -> Path:
-    given = os.environ.get("PACKTRAIN_CACHE")
-    return Path(given) if given else Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "packtrain"
+    if given := os.environ.get("PACKTRAIN_CACHE"):
+        return Path(given)
+    parent = os.environ.get("XDG_CACHE_HOME")
+    return Path(parent) / "packtrain" if parent else _in_home_or_temporary(".cache", "PACKTRAIN_CACHE")
 
 
 def is_in_cache(path: Path) -> bool:
     return path.absolute().is_relative_to(_cache_path().absolute())
 
 
+def is_scratch(path: Path) -> bool:
+    """True if a path is in a directory that Packtrain has made where temporary files go."""
+    place = Path(gettempdir()).absolute()
+    return any(one.parent == place and one.name.startswith("packtrain-") for one in (path.absolute(), *path.parents))
+
+
+def keep_compiled_code() -> None:
+    """Have torch keep what it compiles in the cache, not among temporary files, where nobody cleans it up.
+
+    It creates that directory as soon as it is imported, and fails for a user without a name.
+    """
+    with suppress(Mistake):  # who needs the cache says so
+        os.environ.setdefault("TORCHINDUCTOR_CACHE_DIR", str(_cache_path() / COMPILED))
+
+
+def readable_cache() -> Path:
+    """Return the cache for a command that only reads it: if it cannot be created, it is not there."""
+    return private_directory(_cache_path(), "PACKTRAIN_CACHE")
+
+
 def cache_directory() -> Path:
     """Return the directory for everything that this machine can fetch again."""
-    return private_directory(_cache_path(), "PACKTRAIN_CACHE")
+    path = readable_cache()
+    if not is_writable(path) or not path.is_dir():
+        raise Mistake(f"{path}: cannot write to this directory; set PACKTRAIN_CACHE to one of your own")
+    return path
 
 
 def state_directory() -> Path:
     """Return the directory for what this person's machine remembers and cannot fetch again."""
-    parent = Path(os.environ.get("XDG_STATE_HOME") or Path.home() / ".local" / "state")
-    return private_directory(parent / "packtrain", "XDG_STATE_HOME")
+    parent = os.environ.get("XDG_STATE_HOME")
+    path = Path(parent) / "packtrain" if parent else _in_home_or_temporary(".local/state", "XDG_STATE_HOME")
+    return private_directory(path, "XDG_STATE_HOME")
 
 
 def private_directory(path: Path, variable: str) -> Path:
@@ -172,7 +246,7 @@ def private_directory(path: Path, variable: str) -> Path:
 
 def nodes_directory() -> Path:
     """Return the directory in which each node of this machine has a directory of its own."""
-    return cache_directory() / "nodes"
+    return readable_cache() / "nodes"
 
 
 class Task:

@@ -65,6 +65,26 @@ def test_this_machine_is_described_without_creating_a_store(bare: Path, monkeypa
     assert not (bare / "store").exists()
 
 
+def test_a_home_or_a_cache_that_cannot_be_written_is_named_with_what_to_set(
+    bare: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (bare / "file").touch()
+    monkeypatch.setenv("PACKTRAIN_CACHE", str(bare / "file" / "cache"))
+    here = describe("./store", create_store=False)
+    assert not here.can_train
+    [disk] = [one for one in here.found if one.name == "disk"]
+    assert (disk.detail, disk.fix) == (
+        f"{bare}/file/cache: cannot write to this directory",
+        "set PACKTRAIN_CACHE to one of your own",
+    )
+    monkeypatch.delenv("PACKTRAIN_CACHE")
+    monkeypatch.setenv("HOME", str(bare / "file"))
+    monkeypatch.setattr("tempfile.tempdir", str(bare))
+    here = describe("./store", create_store=False)
+    [disk] = [one for one in here.found if one.name == "disk"]
+    assert disk.note.startswith("cannot write to the home directory; set HOME")
+
+
 def test_a_store_that_is_named_is_created_and_one_that_cannot_be_is_a_fault(bare: Path, directory_store: Store) -> None:
     assert CliRunner().invoke(app, ["doctor", "--store", "new"]).exit_code == 0
     assert (bare / "new" / ".packtrain-store").exists()

@@ -104,6 +104,9 @@ def options(
         _print_first_page(context)
     if context.invoked_subcommand != "node":  # a node reports to the store, and there may be hundreds of them
         SLOW_ANSWERS.tell = _complain
+    from packtrain.system import keep_compiled_code
+
+    keep_compiled_code()
 
 
 def _print_first_page(context: typer.Context) -> None:

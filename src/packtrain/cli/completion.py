@@ -177,7 +177,9 @@ def _values(parameter: Any, text: str, typed: _Typed) -> Iterator[Candidate]:
 def _runs(location: str) -> list[str]:
     """Return the runs of a store; of a bucket, only if it answers soon."""
     if "://" not in location:
-        folder = Path(location).expanduser() / "runs"
+        from packtrain.system import expanded
+
+        folder = expanded(location) / "runs"
         return sorted(entry.name for entry in os.scandir(folder) if re.fullmatch(r"[a-z0-9][a-z0-9-]*", entry.name))
     found: list[str] = []
 

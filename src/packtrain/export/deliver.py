@@ -30,7 +30,7 @@ from packtrain.errors import Mistake, PacktrainError, printable, quoted
 from packtrain.export.model import MANIFEST, MAX_MANIFEST_BYTES, decode_manifest, read_manifest
 from packtrain.run.checkpoint import StoredFile
 from packtrain.store import DamagedObject, ObjectNotFound, Store, open_store
-from packtrain.system import cache_directory, sha256_of
+from packtrain.system import cache_directory, expanded, sha256_of
 from packtrain.units import counted, show_bytes
 
 CHUNK_BYTES = 1 << 20
@@ -221,7 +221,7 @@ class FolderDestination(Destination):
     """A directory of this machine, or one that is mounted here."""
 
     def __init__(self, path: Path) -> None:
-        path = path.expanduser().absolute()
+        path = expanded(path).absolute()
         if path.name in ("", ".."):
             raise Mistake(f"--to {quoted(str(path))}: name a directory for the model")
         self._target, self.where = path, str(path)

@@ -11,6 +11,7 @@ from pathlib import Path
 
 from packtrain.errors import Mistake, quoted
 from packtrain.export.model import read_model
+from packtrain.system import expanded
 
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9_.-]{0,99}")
 _HIDDEN = (Path("/home"), Path("/root"), Path("/run/user"), Path("/tmp"), Path("/var/tmp"))  # noqa: S108 - not written
@@ -76,7 +77,7 @@ class UnitRequest:
 
 def unit(request: UnitRequest, program: Path | None = None) -> str:
     """Return the unit for a model on this machine; `program` is the packtrain that serves it, by default this one."""
-    folder = request.model.expanduser().absolute()
+    folder = expanded(request.model).absolute()
     model = read_model(folder)
     name = request.name or folder.name
     if not _NAME.fullmatch(name):
@@ -88,7 +89,7 @@ def unit(request: UnitRequest, program: Path | None = None) -> str:
     command = " ".join(map(_word, words))
     credential = ""
     if request.token_file is not None:
-        credential = f"LoadCredential=token:{_specifiers(str(request.token_file.expanduser().absolute()))}\n"
+        credential = f"LoadCredential=token:{_specifiers(str(expanded(request.token_file).absolute()))}\n"
         command += " --token-file ${CREDENTIALS_DIRECTORY}/token"
     # What ProtectHome and PrivateTmp would hide: the model, and the Python that serves it.
     places = dict.fromkeys([folder, Path(sys.prefix).absolute(), Path(sys.base_prefix).resolve()])

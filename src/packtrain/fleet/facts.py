@@ -17,7 +17,7 @@ from pathlib import Path
 from packtrain.errors import PacktrainError
 from packtrain.identity import identity
 from packtrain.store import Store, open_store
-from packtrain.system import cache_directory
+from packtrain.system import nearest, readable_cache
 
 _PROBE = b"visible"
 
@@ -56,7 +56,7 @@ def visible_object(store: Store) -> Iterator[str]:
 def gather(store: str, key: str) -> Facts:
     """Collect the facts. The store is tested with the object that the caller has put at `key`, if there is one."""
     store_error, atomic_create = _test_store(store, key) if key else ("", None)
-    cache = cache_directory()
+    cache = readable_cache()
     return Facts(
         hostname=socket.gethostname(),
         address=_address(),
@@ -66,7 +66,7 @@ def gather(store: str, key: str) -> Facts:
         torch=find_spec("torch") is not None,
         # The driver's directory, not NVML: this must answer even where the driver and its library disagree.
         gpus=len(list(Path("/proc/driver/nvidia/gpus").glob("*"))),
-        free_bytes=shutil.disk_usage(next(path for path in (cache, *cache.parents) if path.exists())).free,
+        free_bytes=shutil.disk_usage(nearest(cache)).free,
         time=time.time(),
         store_error=store_error,
         atomic_create=atomic_create,

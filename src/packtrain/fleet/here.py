@@ -17,12 +17,12 @@ from pathlib import Path
 
 import psutil
 
-from packtrain.errors import PacktrainError
+from packtrain.errors import Mistake, PacktrainError
 from packtrain.identity import identity, install_command
 from packtrain.job.kinds import FLEETS, FleetKind, kind_class
 from packtrain.node.telemetry import GpuSampler
 from packtrain.store import open_store
-from packtrain.system import cache_directory, usable_cores
+from packtrain.system import cache_directory, is_scratch, state_directory, usable_cores
 from packtrain.units import counted, show_bytes
 
 _CUDA = re.compile(r"^cuda[^=\n]*=\s*['\"]([^'\"]+)['\"]", re.MULTILINE)
@@ -105,10 +105,16 @@ def _driver() -> str:
 
 
 def _disk() -> Found:
-    cache = cache_directory()
-    free = shutil.disk_usage(next(path for path in (cache, *cache.parents) if path.exists())).free
+    try:
+        cache, state = cache_directory(), state_directory()
+    except Mistake as mistake:
+        fault, _, advice = str(mistake).rpartition("; ")
+        return Found("disk", fault, advice)
+    free = shutil.disk_usage(cache).free
     fix = "" if free >= LEAST_DISK_BYTES else "free some space, or set PACKTRAIN_CACHE to a larger disk"
-    return Found("disk", f"{show_bytes(free)} free  {cache}", fix)
+    is_temporary = is_scratch(cache) or is_scratch(state)
+    note = "cannot write to the home directory; set HOME, or PACKTRAIN_CACHE and XDG_STATE_HOME" if is_temporary else ""
+    return Found("disk", f"{show_bytes(free)} free  {cache}", fix, note)
 
 
 def _store(location: str, create: bool) -> Found:

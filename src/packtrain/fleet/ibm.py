@@ -71,7 +71,7 @@ from packtrain.job.part import (
 from packtrain.node.preemption import OFF_VARIABLE
 from packtrain.run.run import Run
 from packtrain.store import Store
-from packtrain.system import state_directory
+from packtrain.system import in_home, state_directory
 from packtrain.units import BYTES_PATTERN, Duration, Machines, counted, parse_bytes
 
 _CANCEL_SECONDS = 45.0  # less than a node waits for the end of its machine
@@ -208,7 +208,7 @@ class IbmSettings(FleetKind):
 
     @classmethod
     def missing_here(cls) -> Mapping[str, str]:
-        has_keys = {"SL_USERNAME", "SL_API_KEY"} <= os.environ.keys() or Path("~/.softlayer").expanduser().exists()
+        has_keys = {"SL_USERNAME", "SL_API_KEY"} <= os.environ.keys() or in_home(".softlayer").exists()
         keys = {} if has_keys else {"credentials": "set SL_USERNAME and SL_API_KEY, or run `slcli setup`"}
         return missing_programs(ssh="openssh-client") | missing_package("SoftLayer", "ibm") | keys
 

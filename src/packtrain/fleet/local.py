@@ -44,11 +44,13 @@ from packtrain.fleet.fleet import (
     silent,
 )
 from packtrain.fleet.remote import end_with_client, last_line, secrets_line
+from packtrain.job import Job
 from packtrain.job.kinds import FleetKind
 from packtrain.job.part import Location
 from packtrain.node.address import LOOPBACK
 from packtrain.node.preemption import SECONDS_VARIABLE
 from packtrain.run.run import Run
+from packtrain.store import Store
 from packtrain.system import cache_directory
 from packtrain.units import MAX_WORKERS
 
@@ -80,6 +82,9 @@ class LocalFleet(Fleet):
 
     def __init__(self, settings: LocalSettings) -> None:
         self._settings = settings
+
+    def check(self, job: Job, store: Store, say: Say = silent) -> None:  # noqa: ARG002
+        log_directory()
 
     def plan(self, run: Run) -> builtins.list[LaunchPlan]:
         # All nodes are on this machine: they need no network, and nobody else should reach them.

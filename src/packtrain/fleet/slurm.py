@@ -70,6 +70,7 @@ from packtrain.run.checkpoint import committed
 from packtrain.run.records import Event
 from packtrain.run.run import Run
 from packtrain.store import Store, StoreError, open_store
+from packtrain.system import expanded
 from packtrain.system import say as say_in_log
 from packtrain.units import counted
 
@@ -371,7 +372,7 @@ def _sbatch_options(run: Run, job: Job, settings: SlurmSettings) -> list[str]:
     size = [f"--nodes={machines.least}"] if machines.is_fixed else ["--nodes=1", f"--array=1-{machines.most}"]
     # Slurm creates no directory, and fails a job whose output has none: with a bucket, it goes to the home directory.
     # (Not to /tmp, where another user could have put a link in its place.)
-    output = f"{_literal(Path.home())}/packtrain-{run.name}-%j.out"
+    output = f"{_literal(expanded('~'))}/packtrain-{run.name}-%j.out"
     if run.store.is_directory:
         output = f"{_literal(Path(run.store.url) / run.folder)}/slurm-%j.out"
     options = [

@@ -15,6 +15,7 @@ from packtrain.job.kinds import FORMATS, AnySource, Source, expand_source, kind_
 from packtrain.job.load import text_of
 from packtrain.job.part import Location, faults, is_address
 from packtrain.pack.archive import split_member
+from packtrain.system import expanded
 
 _YAML = (".yaml", ".yml")
 _SOURCE: TypeAdapter[Source] = TypeAdapter(AnySource)
@@ -96,7 +97,7 @@ def _placed(entry: Mapping[str, Any], directory: Path) -> dict[str, Any]:
 
 def _absolute(path: str, directory: Path) -> str:
     # An empty path is refused as such, and not as a folder.
-    return path if is_address(path) or not path.strip() else os.path.normpath(directory / Path(path).expanduser())
+    return path if is_address(path) or not path.strip() else os.path.normpath(directory / expanded(path))
 
 
 # Paths without a format.

@@ -13,7 +13,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from statistics import fmean
 
-from packtrain.errors import PacktrainError
+from packtrain.errors import Mistake, PacktrainError
 from packtrain.fleet import fleet_of
 from packtrain.job.job import Job
 from packtrain.job.kinds import FLEETS, word_of
@@ -54,7 +54,7 @@ class KnownSpeeds:
 
 def remember_speeds(job: Job, pack: str, found: KnownSpeeds) -> None:
     """Keep the outcome of a plan on this machine, for runs of the same job. A cache that is full forgets it."""
-    with suppress(OSError):
+    with suppress(OSError, Mistake):
         path = _path(job, pack)
         path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
         path.write_bytes(encode(found))

@@ -15,6 +15,7 @@ from packtrain.errors import Mistake, quoted
 from packtrain.store.base import IDENTITY, RECORD_BYTES, Entry, Store, is_key
 from packtrain.store.directory import DirectoryStore
 from packtrain.store.errors import DamagedObject, NoKeys, ObjectNotFound, StoreAway, StoreError
+from packtrain.system import expanded
 
 __all__ = [
     "RECORD_BYTES", "DamagedObject", "Entry", "NoKeys", "ObjectNotFound", "Store", "StoreAway", "StoreError",
@@ -47,7 +48,7 @@ def default_store() -> str:
 def store_option(store: Store) -> list[str]:
     """Return --store for a command in a hint, only if the command would otherwise look elsewhere."""
     location = default_store()
-    known = (location.rstrip("/"), str(Path(location).expanduser().absolute()))
+    known = (location.rstrip("/"), str(expanded(location).absolute()))
     return [] if store.url in known else ["--store", store.url]
 
 
@@ -108,7 +109,7 @@ def unreachable_bucket(location: str) -> Store:
 def _open_directory(path: str, create: bool, identity: str | None) -> Store:
     if not path.strip() or "\0" in path:
         raise Mistake("the store's location is empty; use a directory or s3://bucket/prefix")
-    root = Path(path).expanduser().absolute()
+    root = expanded(path).absolute()
     _check_printable(str(root))
     if root.exists() and not root.is_dir():
         raise Mistake(f"{root}: is a file, and a store is a directory; choose another name")

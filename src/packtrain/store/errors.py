@@ -10,7 +10,7 @@ from contextlib import contextmanager
 from pathlib import Path
 
 from packtrain.errors import EXIT_FAILED, EXIT_MISTAKE, EXIT_NOT_FOUND, Mistake, NotFound, PacktrainError
-from packtrain.system import is_in_cache
+from packtrain.system import is_in_cache, is_scratch
 
 
 class StoreError(PacktrainError):
@@ -80,8 +80,10 @@ def explain_system(error: OSError, where: str) -> StoreError:
     """Explain the failure of a system call on the file or directory `where`."""
     number = error.errno or 0
     advice, temporary = _SYSTEM.get(number, (os.strerror(number) if number else str(error), False))
-    cache = "set PACKTRAIN_CACHE to a directory on another disk"
-    advice = advice.replace("{elsewhere}", cache if is_in_cache(Path(where)) else "use another store")
+    elsewhere = "use another store"
+    if is_in_cache(Path(where)) or is_scratch(Path(where)):
+        elsewhere = f"set {'PACKTRAIN_CACHE' if is_in_cache(Path(where)) else 'TMPDIR'} to a directory on another disk"
+    advice = advice.replace("{elsewhere}", elsewhere)
     return StoreError(f"{where}: {advice}", temporary=temporary)
 
 

@@ -20,6 +20,7 @@ from packtrain.errors import Mistake
 from packtrain.store.aws_keys import DEFAULT_REGION, AwsKeys, SdkKeys, named_profile, needs_sdk, sdk_keys
 from packtrain.store.errors import NoKeys
 from packtrain.store.uploads import UploadClient
+from packtrain.system import in_home
 
 if TYPE_CHECKING:
     from obstore.store import AzureConfig, GCSConfig, S3Config
@@ -161,9 +162,7 @@ class GoogleService(BucketService):
         for name, path in named:
             if not Path(path).is_file():
                 raise Mistake(f"{name}: there is no file {path}; correct it, or unset it for the machine's own account")
-        known = (
-            token or named or environment.get("GOOGLE_SERVICE_ACCOUNT_KEY") or (Path.home() / _GCLOUD_FILE).is_file()
-        )
+        known = token or named or environment.get("GOOGLE_SERVICE_ACCOUNT_KEY") or in_home(_GCLOUD_FILE).is_file()
         metadata = environment.get("GCE_METADATA_HOST") or _METADATA
         if not known and not _answers(f"http://{metadata}"):
             raise NoKeys(

@@ -8,7 +8,6 @@ import re
 import time
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from functools import cached_property
-from pathlib import Path
 from shutil import which
 from typing import Annotated, Any, Literal
 
@@ -61,6 +60,7 @@ from packtrain.node.preemption import NoticeSource
 from packtrain.run.liveness import was_left_before_launch
 from packtrain.run.run import Run
 from packtrain.store import Store
+from packtrain.system import expanded, in_home
 from packtrain.units import Duration, show_seconds
 
 NEWS_SECONDS = 20.0  # to wait for the first machine, or for the reason that there is none
@@ -185,9 +185,10 @@ class AwsSettings(FleetKind):
     @classmethod
     def missing_here(cls) -> Mapping[str, str]:
         variables = ("AWS_ACCESS_KEY_ID", "AWS_PROFILE", "AWS_WEB_IDENTITY_TOKEN_FILE")
-        files = {"AWS_SHARED_CREDENTIALS_FILE": "~/.aws/credentials", "AWS_CONFIG_FILE": "~/.aws/config"}
+        files = {"AWS_SHARED_CREDENTIALS_FILE": ".aws/credentials", "AWS_CONFIG_FILE": ".aws/config"}
         has_keys = any(os.environ.get(name) for name in variables) or any(
-            Path(os.environ.get(name) or usual).expanduser().exists() for name, usual in files.items()
+            (expanded(os.environ[name]) if os.environ.get(name) else in_home(usual)).exists()
+            for name, usual in files.items()
         )
         keys = {} if has_keys else {"credentials": "run `aws configure`, or set AWS_PROFILE"}
         return missing_package("boto3", "aws") | keys

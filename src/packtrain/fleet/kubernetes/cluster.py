@@ -25,6 +25,7 @@ from packtrain.fleet.cloud import Provider, Resource
 from packtrain.fleet.fleet import Machine
 from packtrain.fleet.kubernetes.manifests import CONTAINER, EXPIRES, HOPELESS, LABEL, OWNER, RUN, STORE, Document
 from packtrain.identity import install_command
+from packtrain.system import in_home
 
 ROLE_ADVICE = "ask its administrator for the Role that `packtrain run --dry-run` prints"
 _ANSWER_SECONDS = (5.0, 20.0)  # to connect, and to answer
@@ -220,7 +221,7 @@ class Cluster:
 
 def config_files() -> str:
     # Read now: the client reads KUBECONFIG only when it is imported.
-    return os.environ.get("KUBECONFIG") or str(Path("~/.kube/config").expanduser())
+    return os.environ.get("KUBECONFIG") or str(in_home(".kube/config"))
 
 
 def has_access() -> bool:
