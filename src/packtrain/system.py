@@ -90,6 +90,17 @@ def say(text: str) -> None:
         print(text, flush=True)
 
 
+def check_shared_memory() -> None:
+    """Refuse a machine whose processes cannot share locks: torch's launcher needs them, and so does packing."""
+    import multiprocessing  # here: most commands do without
+
+    try:
+        multiprocessing.get_context("fork").Lock()
+    except OSError as error:
+        fault = f"processes cannot share locks in /dev/shm ({error.strerror or error})"
+        raise Mistake(f"{fault}; mount a tmpfs there that this user can write to") from None
+
+
 def usable_cores(cgroup: Path = Path("/sys/fs/cgroup")) -> int:
     """Return how many cores this process may use: a container, such as a pod, may have a few of many."""
     cores = len(os.sched_getaffinity(0))

@@ -2,27 +2,31 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import subprocess
 import sys
 import time
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 import psutil
 import pytest
 
-from packtrain.errors import PacktrainError
+from packtrain.errors import Mistake, PacktrainError
 from packtrain.fleet import Fleet, LaunchPlan, fleet_of
+from packtrain.fleet.here import describe
 from packtrain.fleet.local import END_SECONDS, LocalFleet, LocalSettings, is_node, start_process, text_of
 from packtrain.job.kinds import FLEETS, kind_class
 from packtrain.node.preemption import seconds_from
+from packtrain.pack.build import PlainProgress
+from packtrain.pack.workers import Processes
 from packtrain.run.records import FleetLaunch
-from packtrain.start import wait_until_joined
-from packtrain.store import Store
+from packtrain.start import create, load, wait_until_joined
+from packtrain.store import Store, open_store
 from packtrain.system import this_client
 from packtrain.units import Machines
-from parts.runs import new_run, program_job
+from parts.runs import new_run, program_job, recipe_job, write_files
 from parts.sandbox import wait_until
 
 SLEEPER = (sys.executable, "-c", "import time; print('up', flush=True); time.sleep(600)")
@@ -118,6 +122,7 @@ def test_the_log_of_a_node_stays_only_if_the_run_failed(
 
 STARTER = f"""
 import sys, time
+from packtrain.fleet.here import describe
 from packtrain.fleet.local import start_process
 for how in sys.argv[1:]:
     node = start_process("job-1", {SLEEPER!r}, tied=how == "tied")
@@ -159,6 +164,37 @@ def test_an_untied_node_outlives_its_client_and_knows_how_long_it_has_after_a_si
         assert node.status() != psutil.STATUS_ZOMBIE
     finally:
         node.kill()
+
+
+@pytest.mark.parametrize("number", [errno.ENOENT, errno.EACCES])
+def test_a_recipe_needs_locks_that_processes_share_and_a_program_does_not(
+    number: int, directory_store: Store, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refuse(*_: object) -> NoReturn:
+        raise OSError(number, os.strerror(number))
+
+    monkeypatch.setattr("multiprocessing.synchronize.SemLock.__init__", refuse)
+    fleet = LocalFleet(LocalSettings())
+    fleet.check(program_job(), directory_store)
+    fault = rf"processes cannot share locks in /dev/shm \({os.strerror(number)}\); mount a tmpfs there"
+    with pytest.raises(Mistake, match=fault):
+        fleet.check(recipe_job(), directory_store)
+    with pytest.raises(Mistake, match=fault):
+        next(Processes(1).do(abs, [1]))
+    found = {one.name: one.detail for one in describe("./store", create_store=False).found}
+    assert found["shared"] == f"processes cannot share locks in /dev/shm ({os.strerror(number)})"
+
+
+@pytest.mark.usefixtures("processes")
+def test_a_cache_that_cannot_be_written_is_refused_before_there_is_a_run(
+    tmp_path: Path, directory_store: Store, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "file").touch()
+    monkeypatch.setenv("PACKTRAIN_CACHE", str(tmp_path / "file" / "cache"))
+    write_files(tmp_path, {"job.yaml": b"name: mine\nprogram: [train.py]\nstore: ./store\n", "train.py": b""})
+    with pytest.raises(Mistake, match="cannot write to this directory; set PACKTRAIN_CACHE"):
+        create(load(tmp_path / "job.yaml"), PlainProgress(lambda _: None))
+    assert open_store(str(tmp_path / "store")).folders("runs/") == []
 
 
 @pytest.mark.usefixtures("processes")

@@ -451,9 +451,12 @@ def _node(run: Run, address: str | None, interface: str | None, workers: int | N
     from packtrain.node.address import check_own, choose_address
     from packtrain.node.node import Node
     from packtrain.node.telemetry import gpus_of_workers
+    from packtrain.system import check_shared_memory
     from packtrain.train.control import VISIBLE_GPUS_VARIABLE
 
     fleet = run.job.fleet
+    if run.job.recipe is not None:  # a program decides for itself what it needs
+        check_shared_memory()
     own = choose_address(address, interface, fleet.kind.machines.most == 1, run.store.endpoint, _some_addresses(run))
     check_own(own, fleet.public_address)
     gpus = gpus_of_workers(os.environ)

@@ -9,7 +9,7 @@ import re
 import shutil
 import socket
 import sys
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from importlib.metadata import PackageNotFoundError, version
 from importlib.util import find_spec
@@ -22,7 +22,7 @@ from packtrain.identity import identity, install_command
 from packtrain.job.kinds import FLEETS, FleetKind, kind_class
 from packtrain.node.telemetry import GpuSampler
 from packtrain.store import open_store
-from packtrain.system import cache_directory, is_scratch, state_directory, usable_cores
+from packtrain.system import cache_directory, check_shared_memory, is_scratch, state_directory, usable_cores
 from packtrain.units import counted, show_bytes
 
 _CUDA = re.compile(r"^cuda[^=\n]*=\s*['\"]([^'\"]+)['\"]", re.MULTILINE)
@@ -70,6 +70,7 @@ def describe(store: str, create_store: bool) -> Here:
         Found("driver", _driver()),
         Found("cores", counted(usable_cores(), "core")),
         Found("memory", f"{show_bytes(memory.total)}, {show_bytes(memory.available)} available"),
+        *_shared_memory(),
         _disk(),
         _store(store, create_store),
     )
@@ -102,6 +103,14 @@ def _driver() -> str:
     except OSError:
         return "none from NVIDIA"
     return f"NVIDIA {number[1]}" if number else "NVIDIA"
+
+
+def _shared_memory() -> Iterator[Found]:
+    try:
+        check_shared_memory()
+    except Mistake as mistake:
+        fault, _, advice = str(mistake).partition("; ")
+        yield Found("shared", fault, advice)
 
 
 def _disk() -> Found:

@@ -51,7 +51,7 @@ from packtrain.node.address import LOOPBACK
 from packtrain.node.preemption import SECONDS_VARIABLE
 from packtrain.run.run import Run
 from packtrain.store import Store
-from packtrain.system import cache_directory
+from packtrain.system import cache_directory, check_shared_memory
 from packtrain.units import MAX_WORKERS
 
 THIS_MACHINE = "this machine"
@@ -85,6 +85,8 @@ class LocalFleet(Fleet):
 
     def check(self, job: Job, store: Store, say: Say = silent) -> None:  # noqa: ARG002
         log_directory()
+        if job.recipe is not None:
+            check_shared_memory()
 
     def plan(self, run: Run) -> builtins.list[LaunchPlan]:
         # All nodes are on this machine: they need no network, and nobody else should reach them.

@@ -11,7 +11,7 @@ from typing import Any, TypeVar
 
 from packtrain.errors import Mistake, PacktrainError
 from packtrain.identity import install_command
-from packtrain.system import usable_cores
+from packtrain.system import check_shared_memory, usable_cores
 
 Task = TypeVar("Task")
 Result = TypeVar("Result")
@@ -37,6 +37,7 @@ class Processes(Workers):
         self._count = count or usable_cores()
 
     def do(self, work: Callable[[Task], Result], tasks: Iterable[Task]) -> Iterator[Result]:
+        check_shared_memory()
         # Spawned, not forked: the threads of the store's client do not survive a fork.
         context = multiprocessing.get_context("spawn")
         pool = ProcessPoolExecutor(self._count, mp_context=context)
