@@ -170,7 +170,7 @@ def test_an_untied_node_outlives_its_client_and_knows_how_long_it_has_after_a_si
 def test_a_recipe_needs_locks_that_processes_share_and_a_program_does_not(
     number: int, directory_store: Store, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def refuse(*_: object) -> NoReturn:
+    def refuse(*_: object, **__: object) -> NoReturn:
         raise OSError(number, os.strerror(number))
 
     monkeypatch.setattr("multiprocessing.synchronize.SemLock.__init__", refuse)
