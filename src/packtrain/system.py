@@ -87,7 +87,7 @@ def this_client() -> str:
 def say(text: str) -> None:
     """Print a line to the log of this process. A log that cannot be written, as on a full disk, does not end it."""
     with suppress(OSError):
-        print(text, flush=True)
+        print(f"{text}\n", end="", flush=True)  # in one piece: threads print, too
 
 
 def check_shared_memory() -> None:

@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import os
 import sys
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
 from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
@@ -63,6 +66,7 @@ IdentityOption = Annotated[
 ]
 
 _MOUNT_SECONDS = 60.0
+_LOOK_SECONDS, _STEP_SECONDS = 10.0, 30.0  # between two looks at new steps, and between two lines about them
 _NOTHING = "nothing was ended"
 _SHOWN_PLACES = 5  # AWS has dozens of regions
 _KNOWN_ADDRESSES = 3  # a new machine asks for the addresses of this many others; all would be many requests
@@ -377,7 +381,8 @@ def node(
         power_off = power_off or run.job.fleet.kind.power_off
         slot = NodeSlot(run)
         joined = _node(run, address, interface, workers, slot)
-        joined.work()
+        with _steps_printed(joined):
+            joined.work()
         over = joined.has_done_its_part
         result = run.result()
         if result is not None:
@@ -412,6 +417,38 @@ def node(
         finally:  # whatever they raise: the machine must not stay on
             switch_off(power_off and over)
     sys.exit(EXIT_CODES["interrupted" if result is None else result.status])
+
+
+@contextmanager
+def _steps_printed(joined: Node) -> Iterator[None]:
+    """Print the steps and scores of a recipe's run if this is its first node, as `packtrain logs -f` does."""
+    from packtrain.cli.follow import StepLines
+    from packtrain.run.records import DamagedRecord
+    from packtrain.store import StoreError
+    from packtrain.system import Task, say
+
+    run, over = joined.run, threading.Event()
+
+    def follow() -> None:
+        lines, points, is_last = StepLines(run.job, _STEP_SECONDS), None, False
+        while True:
+            with suppress(StoreError, DamagedRecord):  # the node itself complains about its store
+                if joined.leads is False:
+                    points = None  # another node prints them
+                else:
+                    points = points or run.points().skip()
+                    for _, line in lines.lines(points.read()):
+                        say(line.replace("\n", "\\n"))
+            if is_last:
+                return
+            is_last = over.wait(_LOOK_SECONDS)
+
+    following = Task(follow if run.job.recipe is not None else lambda: None, "steps")
+    try:
+        yield
+    finally:
+        over.set()
+        following.wait(_LOOK_SECONDS)  # the machine must not wait for a store that is away
 
 
 def _check_identity(expected: str | None) -> None:

@@ -308,8 +308,7 @@ def _print_logs(run: Run, keep: bool, rank: int | None) -> set[int | None]:
         for line in sorted(reader.read(), key=lambda line: (line.generation, line.time)):
             ranks.add(line.rank)
             if rank is None or line.rank == rank:
-                who = "launcher" if line.rank is None else f"rank {line.rank}"
-                lines.append((line.time, f"[{who}] {line.text}"))
+                lines.append((line.time, line.labeled))
         for _, text in merge(lines, steps.lines(points.read()) if keep else (), key=lambda one: one[0]):
             print(text.replace("\n", "\\n"), flush=True)  # a line cannot pretend to be several
         if over:

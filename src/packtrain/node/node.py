@@ -28,6 +28,7 @@ from packtrain.node.assembly import QUIET, Assembly, LostNode
 from packtrain.node.causes import COUNTED, why_not_started
 from packtrain.node.deadline import Deadline, left_at_start, used_up
 from packtrain.node.directory import NodeDirectory, NodeSlot, sweep
+from packtrain.node.echo import OutputEcho
 from packtrain.node.launch import Launchers, free_port
 from packtrain.node.lease import LeaseRenewer, hurried
 from packtrain.node.metrics import ProgramMetrics
@@ -91,7 +92,7 @@ class Node:
         self.directory = NodeDirectory.create(run, self.name)
         self.launchers = launchers or Launchers(run, self.directory.path, workers, inherited)
         self.events, self._logs = run.event_writer(self.name), run.log_writer(self.name)
-        self._telemetry = run.telemetry_writer(self.name)
+        self._telemetry, self._echo = run.telemetry_writer(self.name), OutputEcho(run.name)
         # `joined` orders nodes by age: those from before the latest generation come before those after it.
         latest = run.latest_generation()
         joined = 1 + (latest.number if latest is not None else 0)
@@ -133,6 +134,11 @@ class Node:
         return (self.is_over and self.preemption.notice is None) or self.deadline.is_near
 
     @property
+    def leads(self) -> bool | None:
+        """True if this node is the first one; None before the first generation."""
+        return None if self._latest is None else self._latest.members[0].node == self.name
+
+    @property
     def is_working(self) -> bool:
         return self.group is not None and self.group.launch is not None
 
@@ -170,6 +176,7 @@ class Node:
                 self.preemption.close,
                 self.end_workers,
                 self.launchers.close,
+                self._echo.close,
                 lambda: sweeping.wait(_SWEEP_SECONDS),
                 lambda: self._tell("machine", f"{self.name} is leaving"),
                 flusher.close,
@@ -182,6 +189,7 @@ class Node:
             self._gone.set()
 
     def release(self) -> None:
+        self._echo.close()
         self.directory.remove()
         self.deadline.close()
 
@@ -288,7 +296,7 @@ class Node:
             return
         try:
             group = WorkerGroup.create(
-                self.run, self.name, generation, rank, self.directory.path, self._logs, self._clock()
+                self.run, self.name, generation, rank, self.directory.path, self._logs, self._clock(), self._echo.add
             )
         except OSError as error:  # a full or read-only disk
             self._cannot_start(generation, error)

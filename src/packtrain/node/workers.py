@@ -9,7 +9,7 @@ from __future__ import annotations
 import re
 import threading
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -74,7 +74,7 @@ class FileTail:
 class LogShipper:
     """Sends the output of one launcher and its workers to the store. `first_rank` is the rank of the first worker.
 
-    `shipped` is the number of lines of each file that the store already has; these are skipped.
+    `shipped` is the number of lines of each file that the store already has; these are skipped. `echo` gets the others.
     """
 
     def __init__(
@@ -85,11 +85,12 @@ class LogShipper:
         generation: int,
         first_rank: int,
         shipped: Mapping[LogSource, int] = MappingProxyType({}),
+        echo: Callable[[LogLine], None] = lambda _: None,
     ) -> None:
         self._directory, self._writer = directory, writer
         self._node, self._generation, self._first_rank = node, generation, first_rank
         self._tails: dict[Path, FileTail] = {}
-        self._to_skip = dict(shipped)
+        self._to_skip, self._echo = dict(shipped), echo
 
     def ship(self, is_complete: bool = False) -> int:
         """Hand new lines to the writer, and return how many."""
@@ -105,6 +106,7 @@ class LogShipper:
                     self._to_skip[source_of(line)] -= 1
                 else:
                     self._writer.append(line)
+                    self._echo(line)
                     count += 1
         return count
 
@@ -153,14 +155,22 @@ class WorkerGroup:
 
     @classmethod
     def create(
-        cls, run: Run, node: str, generation: Generation, rank: int, home: Path, logs: ChunkWriter[LogLine], now: float
+        cls,
+        run: Run,
+        node: str,
+        generation: Generation,
+        rank: int,
+        home: Path,
+        logs: ChunkWriter[LogLine],
+        now: float,
+        echo: Callable[[LogLine], None],
     ) -> WorkerGroup:
         """Make the directories; nothing is started yet."""
         folder = home / f"{generation.number:06d}"
         directories = Directories(folder / "logs", folder / "control", home / "checkpoints")
         directories.logs.mkdir(parents=True, exist_ok=True)
         first_rank = sum(member.workers for member in generation.members[:rank])
-        shipper = LogShipper(directories.logs, logs, node, generation.number, first_rank)
+        shipper = LogShipper(directories.logs, logs, node, generation.number, first_rank, echo=echo)
         return cls(generation, rank, directories, shipper, run.job.program is not None, now)
 
     @property

@@ -428,6 +428,11 @@ class LogLine:
     stream: Literal["out", "err"]
     text: str
 
+    @property
+    def labeled(self) -> str:
+        """The text after the worker that wrote it: `[rank 3] loading`."""
+        return f"[{'launcher' if self.rank is None else f'rank {self.rank}'}] {self.text}"
+
 
 # The end of a run.
 
