@@ -770,6 +770,7 @@ def test_doctor_asks_a_cluster_for_everything_that_a_run_needs_and_creates_nothi
         "PersistentVolumeClaim", "ServiceAccount", "nodes", "store",
     ]  # fmt: skip
     assert checks["jobs.batch"].detail == "may create, get, list, delete"
+    assert checks["nodes"].detail == "1 node; a pod asks for 4 of cpu, the largest node has 8"
     assert not any(line.startswith(("POST", "DELETE")) and "accessreviews" not in line for line in server.asked())
 
 

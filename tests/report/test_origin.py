@@ -14,7 +14,7 @@ from packtrain.report import finding_json
 from packtrain.report.finding import Finding, Rows, Text
 from packtrain.report.origin import command_of, job_text, machines, reproduce
 from packtrain.run.records import Event, GpuModel, JobSource, Lease, MachineFacts
-from parts.runs import a_lease, program_job, recipe_job
+from parts.runs import a_generation, a_lease, program_job, recipe_job
 from report.made import evidence_of, steps_of
 
 VERSIONS = {"packtrain": "1.0-abc", "python": "3.12.1", "torch": "2.13.0", "cuda": "12.8"}
@@ -59,6 +59,13 @@ def test_machines_that_differ_are_told_apart() -> None:
     assert [(row[0], row[2]) for row in hardware.rows] == [("host-of-a, host-of-c", "8"), ("host-of-b", "4")]
     assert versions.heads == ("machine", "packtrain", "python", "torch", "cuda")
     assert [(row[0], row[3]) for row in versions.rows] == [("host-of-a, host-of-c", "2.13.0"), ("host-of-b", "2.12.0")]
+
+
+def test_pods_of_two_generations_are_as_many_machines_as_there_were_at_a_time() -> None:
+    generations = (a_generation(1, "a", "b"), a_generation(2, "c", "d"))
+    found = machines(evidence_of(leases=[machine(name) for name in "abcd"], generations=generations))
+    assert found.answer.startswith("2 machines at a time, each with 8 cores")
+    assert found.numbers == {"machines": 2.0}
 
 
 def test_a_machine_that_came_back_is_one_machine() -> None:

@@ -14,7 +14,7 @@ from packtrain.report.finding import Rows
 from packtrain.report.speed import balance, data_loading, devices, duration, flops_used, network, scaling, step_times
 from packtrain.run.checkpoint import Checkpoint, StoredFile
 from packtrain.run.records import Gpu, Point, TimeSpent, WorkerUse
-from parts.runs import program_job, recipe_job
+from parts.runs import a_generation, program_job, recipe_job
 from report.made import SPANS, evidence_of, generation_of, spent_of, steps_of, telemetry_of, trained
 
 TWO_MACHINES = (1, 1)
@@ -94,6 +94,13 @@ def test_telemetry_of_startup_does_not_count() -> None:
     shifted = [type(one)(one.time - 500, one.node, one.telemetry) for one in early]
     evidence = evidence_of(steps_of(), spent=spent_of(UNDISTURBED), telemetry=[*shifted, *late])
     assert devices(evidence).numbers["busy"] == pytest.approx(1.0)
+
+
+def test_nodes_of_two_generations_are_as_many_machines_as_there_were_at_a_time() -> None:
+    samples = [sample for node in "abcd" for sample in telemetry_of(node=node)]
+    generations = (a_generation(1, "a", "b"), a_generation(2, "c", "d"))
+    found = devices(evidence_of(steps_of(), generations=generations, spent=spent_of(UNDISTURBED), telemetry=samples))
+    assert any("of telemetry on 2 machines at a time," in line for line in found.evidence)
 
 
 def on_a_gpu(name: str, job: Job | None = None) -> Evidence:

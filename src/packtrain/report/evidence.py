@@ -27,6 +27,7 @@ from packtrain.run.records import (
     decode,
 )
 from packtrain.run.run import Run, surviving
+from packtrain.units import counted
 
 STEP_SPANS = ("data", "forward", "backward", "communication", "wait", "optimizer", "other")
 """The spans of a step itself; startup, evaluations and checkpoint copies are between steps."""
@@ -111,6 +112,21 @@ class Evidence:
     @cached_property
     def machines(self) -> int:
         return len(self.generations[-1].members) if self.generations else 1
+
+    def machines_of(self, nodes: Iterable[str]) -> tuple[int, str]:
+        """Return how many machines these nodes were at a time, and that in words: `2 machines at a time`.
+
+        A launch or a replacement starts new nodes, which may be on the same machines, or be pods on them.
+        """
+        hosts = {lease.node: lease.hostname for lease in self.leases}
+        machines = {node: hosts.get(node, node) for node in nodes}
+        together = (
+            len({machines[member.node] for member in generation.members if member.node in machines})
+            for generation in self.generations
+        )
+        total = len({*machines.values()})
+        most = max(together, default=0) or total
+        return most, counted(most, "machine") + (" at a time" if most < total else "")
 
     @cached_property
     def step_shares(self) -> dict[str, float]:

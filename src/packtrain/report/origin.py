@@ -37,8 +37,7 @@ def machines(evidence: Evidence) -> Finding:
         source = "The versions are those of the newest checkpoint."
         return Finding(key, "run", question, f"{_listed(evidence.versions)}.", "good", (source,), (table,))
     hardware, programs = _kinds(known, _hardware), _kinds(known, lambda facts: _versions(facts.versions))
-    count = len({lease.hostname for lease in known})
-    answer = counted(count, "machine")
+    count, answer = evidence.machines_of(lease.node for lease in known)
     if len(hardware) == 1:
         answer += f"{', each' if count > 1 else ''} with {_in_words(known[0].facts)}"
     else:

@@ -107,7 +107,7 @@ def devices(evidence: Evidence) -> Finding:
     numbers = {name: value for name, value in found if value is not None}
     return Finding(
         key, "speed", question, f"{said}.", "note" if crowded and verdict == "good" else verdict,
-        (*_device_facts(samples), *([] if used is None else [used.in_words])),
+        (*_device_facts(evidence, samples), *([] if used is None else [used.in_words])),
         (*_device_figures(samples), *_memory_figures(evidence)), numbers,
     )  # fmt: skip
 
@@ -162,7 +162,7 @@ def _is_crowded(samples: Sequence[TelemetrySample]) -> bool:
     return fmean(worker.cpu_fraction for one in used for worker in one.workers) < 0.7
 
 
-def _device_facts(samples: Sequence[TelemetrySample]) -> Iterable[str]:
+def _device_facts(evidence: Evidence, samples: Sequence[TelemetrySample]) -> Iterable[str]:
     gpus = [gpu for one in samples for gpu in one.telemetry.gpus]
     if gpus:
         yield (
@@ -179,7 +179,7 @@ def _device_facts(samples: Sequence[TelemetrySample]) -> Iterable[str]:
             f"Workers used {own:.1f} processor cores per machine; memory was at most"
             f" {max(one.telemetry.memory_fraction for one in samples):.0%} full."
         )
-        machines = counted(len({one.node for one in samples}), "machine")
+        _, machines = evidence.machines_of(one.node for one in samples)
         yield f"From {counted(len(samples), 'sample')} of telemetry on {machines}, without startup."
     else:
         yield "No telemetry was recorded while it trained: judged by the workers' clocks alone."

@@ -64,16 +64,18 @@ def check_nodes(cluster: Cluster, settings: KubernetesSettings) -> str | None:
             return None
         raise
     which = f" with {selector}" if selector else ""
+    fits = []
     for name, wanted in settings.resources.items():
-        has = [_amount((node.get("status") or {}).get("allocatable", {}).get(name, "0")) for node in nodes]
-        if max(has, default=0) < _amount(wanted):
-            most = f"the largest has {max(has):g}" if max(has, default=0) else "none has any"
+        amounts = [str((node.get("status") or {}).get("allocatable", {}).get(name, "0")) for node in nodes]
+        largest = max(amounts, key=_amount, default="0")
+        if _amount(largest) < _amount(wanted):
+            most = f"the largest has {largest}" if _amount(largest) else "none has any"
             raise Mistake(
                 f"no node of the cluster{which} has {wanted} of {name}; {most}; change fleet.kubernetes.resources,"
                 " or set autoscaling: true if the cluster adds nodes"
             )
-    wanted = ", ".join(f"{amount} of {name}" for name, amount in settings.resources.items())
-    return f"{counted(len(nodes), 'node')}{which}" + (f", of which the largest have {wanted}" if wanted else "")
+        fits.append(f"a pod asks for {wanted} of {name}, the largest node has {largest}")
+    return "; ".join([f"{counted(len(nodes), 'node')}{which}", *fits])
 
 
 def _amount(text: str) -> float:
