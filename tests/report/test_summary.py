@@ -15,7 +15,7 @@ from packtrain.run.records import Generation, Lease, Member, Point, Result, Stat
 from packtrain.run.run import Run, create_run, open_run
 from packtrain.store import Store
 from parts.faulty import FaultyStore
-from parts.runs import a_lease, write_files
+from parts.runs import a_generation, a_lease, write_files
 
 
 def trained(step: int, **values: float) -> Point:
@@ -180,6 +180,15 @@ def test_without_the_score_that_counts_the_loss_is_shown_and_without_validation_
     assert summary_of(run, "running", [validated(1, loss=4.0)], None).headline == "valid loss 4.00"
     final = Result("finished", "", 3, 9.0, {"test.bleu": 17.0, "test.loss": 2.0})
     assert summary_of(run, "finished", [], final).headline == "test bleu 17.00"
+
+
+def test_a_machine_that_was_lost_before_the_latest_generation_is_not_working(run: Run) -> None:
+    for lease in (a_lease("lost"), a_lease("member"), a_lease("next", joined=3)):
+        run.renew(lease)
+    for generation in (a_generation(1, "lost", "member"), a_generation(2, "member")):
+        assert run.propose(generation)
+    machines = summary_of(run, "running", [], None).machines
+    assert [one.node for one in machines if one.working] == ["member", "next"]
 
 
 def test_machines_are_working_only_while_the_run_is_running(run: Run) -> None:

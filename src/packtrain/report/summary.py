@@ -15,7 +15,7 @@ from packtrain.report.goodput import Goodput, goodput
 from packtrain.report.score import Score, better_score, score_of, scores_of
 from packtrain.run.checkpoint import last_step
 from packtrain.run.liveness import State
-from packtrain.run.records import DamagedRecord, Lease, Notes, Point, Result
+from packtrain.run.records import DamagedRecord, Generation, Lease, Notes, Point, Result
 from packtrain.run.run import Run, surviving
 from packtrain.system import this_client
 from packtrain.units import counted
@@ -168,13 +168,19 @@ def summary_of(run: Run, state: State, raw: Sequence[Point], result: Result | No
         units_per_second=units_per_second(steps if result else steps[-RECENT_STEPS:], known["unit"]),
         machines=tuple(
             MachineSummary(
-                node.node, node.workers, not node.left and state == "running",
+                node.node, node.workers, state == "running" and _is_there(node, generations[-1:]),
                 node.telemetry.cpu_fraction, node.telemetry.memory_fraction,
             )
             for node in leases
         ),
         goodput=times,
     )  # fmt: skip
+
+
+def _is_there(lease: Lease, latest: Sequence[Generation]) -> bool:
+    """True for a member of the latest generation, or a node that may be of the next; others were lost before it."""
+    is_out = any(one.rank_of(lease.node) is None and lease.joined <= one.number for one in latest)
+    return not lease.left and not is_out
 
 
 def _overview_fields(
