@@ -45,7 +45,7 @@ from packtrain.run.run import Run, create_run, next_run, unnumbered_name
 from packtrain.run.trust import Accept, is_remembered, remember, require_trust
 from packtrain.run.uses import Uses, refuse_discarded
 from packtrain.store import NoKeys, Store, StoreError, open_store, unreachable_bucket
-from packtrain.system import cache_directory, sha256_of, this_client
+from packtrain.system import cache_directory, expanded, sha256_of, this_client
 from packtrain.system import say as print_line
 from packtrain.train.progress import Progress
 from packtrain.train.schedule import rate_of
@@ -484,7 +484,7 @@ def edited_since(run: Run, overrides: Sequence[str] = ()) -> str | None:
     source = replace(source, overrides=(*source.overrides, *overrides))
     command += [word for override in source.last_overrides for word in ("--set", override)]
     if committed(run):
-        is_its_store = run.store.url in (run.job.store, str(Path(run.job.store).expanduser().absolute()))
+        is_its_store = run.store.url in (run.job.store, str(expanded(run.job.store).absolute()))
         command += ["--from", run.name if is_its_store else f"{run.store.url}/{run.name}"]
     names, code = sorted(edited), "code" if run.job.has_own_code else "job file"
     which = ", ".join(names[:_NAMED]) + (f" and {len(names) - _NAMED} more" if len(names) > _NAMED else "")

@@ -19,6 +19,7 @@ from typing import TYPE_CHECKING, Any
 from packtrain.errors import Mistake
 from packtrain.identity import install_command
 from packtrain.store.errors import NOT_RENEWED, NoKeys, StoreError
+from packtrain.system import in_home
 
 if TYPE_CHECKING:
     from obstore.store import S3Credential
@@ -27,7 +28,7 @@ DEFAULT_REGION = "us-east-1"
 KEY_VARIABLES = ("AWS_ACCESS_KEY_ID", "AWS_SECRET_ACCESS_KEY", "AWS_SESSION_TOKEN")
 # What these name is on this machine, and perhaps on no other.
 PROFILE_VARIABLES = ("AWS_PROFILE", "AWS_DEFAULT_PROFILE", "AWS_SHARED_CREDENTIALS_FILE", "AWS_CONFIG_FILE")
-_FILES = {"AWS_SHARED_CREDENTIALS_FILE": "~/.aws/credentials", "AWS_CONFIG_FILE": "~/.aws/config"}
+_FILES = {"AWS_SHARED_CREDENTIALS_FILE": ".aws/credentials", "AWS_CONFIG_FILE": ".aws/config"}
 
 
 @dataclass(frozen=True)
@@ -100,7 +101,10 @@ def needs_sdk(environment: Mapping[str, str]) -> bool:
     """True if the environment has no keys, but a profile, or if there are files that may have one."""
     if any(environment.get(name) for name in KEY_VARIABLES[:2]):
         return False
-    has_files = any(Path(environment.get(name) or usual).expanduser().exists() for name, usual in _FILES.items())
+    has_files = any(
+        (Path(environment[name]) if environment.get(name) else in_home(usual)).exists()
+        for name, usual in _FILES.items()
+    )
     return named_profile(environment) is not None or (has_files and find_spec("botocore") is not None)
 
 
