@@ -15,7 +15,7 @@ from typer.testing import Result as Answer
 from packtrain.cli import app
 from packtrain.cli.runs import fitting
 from packtrain.errors import Mistake
-from packtrain.run.records import FleetLaunch, Notes, Result, Status
+from packtrain.run.records import FleetLaunch, JobSource, Notes, Result, Status
 from packtrain.run.run import Run
 from packtrain.store import Store, open_store
 from packtrain.system import this_client
@@ -43,11 +43,44 @@ def two_stores(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return tmp_path
 
 
+def listed(store: Store) -> list[str]:
+    return CliRunner(env={"COLUMNS": "300"}).invoke(app, ["ls", "--store", store.url]).output.splitlines()
+
+
 @pytest.mark.parametrize("words", [["stop", "inner-1"], ["show", "inner"], ["du", "inner-1"], ["report", "inner"]])
 def test_a_run_that_only_another_store_nearby_has_is_named_with_that_store(two_stores: Path, words: list[str]) -> None:
     refused = CliRunner().invoke(app, words).exception
     advice = f"inner-1 is in another store: add --store {two_stores}/sub/store"
     assert str(refused) == f"no run {words[1]!r} in {two_stores}/store; newest runs: outer-1; {advice}"
+
+
+def test_show_and_the_list_say_what_was_set(directory_store: Store) -> None:
+    def with_overrides(*overrides: str) -> None:
+        a_run(directory_store, "tuned", "finished").put_source(JobSource("job.yaml", "", overrides))
+
+    with_overrides("train.seed=1", "train.duration=9 steps", "train.duration=20 steps")
+    with_overrides("train.seed=2", "train.duration=20 steps", "fleet.workers=2")
+    shown = command(directory_store, "show", "tuned-2").output
+    assert re.search(r"^set +train.seed=2; train.duration=20 steps; fleet.workers=2$", shown, re.MULTILINE)
+    rows = {row["run"]: row for row in json.loads(command(directory_store, "ls", "--json").output)}
+    assert rows["tuned-1"]["overrides"] == ["train.seed=1", "train.duration=20 steps"]
+    lines = {line.split()[0]: line for line in listed(directory_store)}
+    assert "  seed=1  " in lines["tuned-1"]
+    assert "  seed=2, workers=2  " in lines["tuned-2"]
+
+
+def test_the_list_has_no_column_of_settings_if_all_runs_of_a_job_have_the_same(directory_store: Store) -> None:
+    for _ in range(2):
+        a_run(directory_store, "same", "finished").put_source(JobSource("job.yaml", "", ("train.seed=1",)))
+    assert " set " not in listed(directory_store)[0]
+
+
+def test_fields_with_the_same_last_part_are_told_apart(directory_store: Store) -> None:
+    for field in ("evaluate.every", "checkpoint.every"):
+        a_run(directory_store, "often", "finished").put_source(JobSource("job.yaml", "", (f"{field}=1 min",)))
+    text = "\n".join(listed(directory_store))
+    assert "  evaluate.every=1 min  " in text
+    assert "  checkpoint.every=1 min  " in text
 
 
 def test_a_directory_without_a_store_names_one_nearby(two_stores: Path) -> None:

@@ -106,4 +106,4 @@ def test_a_png_has_the_lines_dots_and_texts_of_the_svg() -> None:
     for text in root.iter(f"{SVG}text"):
         y = float(text.attrib["y"]) + (top if text.get("class") == "tick" else 0)
         band = picture.crop((0, round(2 * (y - 10)), picture.width, round(2 * y)))
-        assert min(band.convert("L").getextrema()) < 200, text.text
+        assert min(band.convert("L").tobytes()) < 200, text.text

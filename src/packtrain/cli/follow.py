@@ -557,6 +557,8 @@ def _score_rows(summary: Summary) -> Iterator[tuple[str, *tuple[Part, ...]]]:
 
 def _about_rows(found: About) -> Iterator[tuple[str, str]]:
     by = f" by {found.started_by}" if found.started_by else ""
+    if found.overrides:
+        yield "set", harmless("; ".join(found.overrides))
     yield "started" if by else "created", f"{show_time(found.created)}{by}"
     if found.tags:
         yield "tags", " ".join(found.tags)

@@ -47,9 +47,11 @@ if TYPE_CHECKING:
     Filter = Callable[[State, About | None], bool]
 
 _STOP_POLL_SECONDS = 1.0
-_COLUMNS = ("run", "state", "started", "queue", "step", "loss", "score", "time", "cost", "tags", "job")
-_LEFT_OUT = ("loss", "job", "tags", "time", "cost", "step", "queue", "score", "started")  # of a narrow list, in order
+_COLUMNS = ("run", "state", "started", "queue", "step", "loss", "score", "time", "cost", "tags", "set", "job")
+# Of a narrow list, in this order.
+_LEFT_OUT = ("loss", "job", "tags", "set", "time", "cost", "step", "queue", "score", "started")
 _LEAST_JOB = 12
+_MAX_SET = 40  # characters of what `--set` changed
 _REPORTED = "Run, job or sweep; a job stands for its newest run. Default: the newest run."
 _READERS = 16  # threads: a store is slow to answer one request, but answers many at the same time
 
@@ -139,8 +141,8 @@ def _print_list(rows: Sequence[tuple[Run, Listed | PacktrainError]]) -> None:
 
     from packtrain.errors import PacktrainError
 
-    screen = console()
-    cells = [dict.fromkeys(_COLUMNS, "") | _cells(run, answer) for run, answer in rows]
+    screen, differing = console(), _differing_overrides([answer[1] for _, answer in rows if isinstance(answer, tuple)])
+    cells = [dict.fromkeys(_COLUMNS, "") | _cells(run, answer, differing) for run, answer in rows]
     widths = {name: max(cell_len(one[name]) for one in cells) for name in _COLUMNS}
     widths = {name: max(width, len(name)) for name, width in widths.items() if width}
     shown = fitting(widths, screen.width)
@@ -159,13 +161,31 @@ def _print_list(rows: Sequence[tuple[Run, Listed | PacktrainError]]) -> None:
         screen.say_lines(f"{run.name}: {answer}" for run, answer in rows if isinstance(answer, PacktrainError))
 
 
-def _cells(run: Run, answer: Listed | PacktrainError) -> dict[str, str]:
+def _differing_overrides(listed: Sequence[About]) -> dict[str, str]:
+    """Return the names of fields that `--set` changed in some runs of a job but not in all of them, each with the name
+    to show: the last part if that is clear."""
+    by_job: dict[str, list[frozenset[str]]] = {}
+    for about in listed:
+        by_job.setdefault(about.job, []).append(frozenset(about.overrides))
+    fields = {
+        override.partition("=")[0]
+        for runs in by_job.values()
+        for override in frozenset.union(*runs) - frozenset.intersection(*runs)
+    }
+    last = {field: field.rpartition(".")[2] for field in fields}
+    names = list(last.values())
+    return {field: name if names.count(name) == 1 else field for field, name in last.items()}
+
+
+def _cells(run: Run, answer: Listed | PacktrainError, differing: Mapping[str, str]) -> dict[str, str]:
     from packtrain.errors import PacktrainError, harmless
     from packtrain.units import show_seconds, show_time
 
     if isinstance(answer, PacktrainError):
         return {"run": run.name, "state": "?", "job": str(answer)}
     one, about, queue = answer
+    fields = [override.partition("=") for override in about.overrides]
+    changed = ", ".join(f"{differing[field]}={value}" for field, _, value in fields if field in differing)
     return {
         "run": one.run,
         "state": one.state,
@@ -177,6 +197,7 @@ def _cells(run: Run, answer: Listed | PacktrainError) -> dict[str, str]:
         "time": show_seconds(one.seconds) if one.seconds else "",
         "cost": _cost(one),
         "tags": harmless(" ".join(about.tags)),
+        "set": harmless(changed if len(changed) <= _MAX_SET else f"{changed[: _MAX_SET - 3]}..."),
         "job": harmless(one.description),  # on one line, also if an argument of a program has several
     }
 

@@ -78,13 +78,14 @@ class Overview:
 
 @dataclass(frozen=True)
 class About:
-    """Who started a run from which job and when, and the words of people about it."""
+    """Who started a run from which job and when, what `--set` changed, and the words of people about it."""
 
     job: str
     created: float
     started_by: str
     tags: tuple[str, ...] = ()
     note: str = ""
+    overrides: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -112,13 +113,16 @@ class Summary(Overview):
 
 def about(run: Run) -> About:
     """Read who started a run; the time of one that nobody has started yet is that of its job."""
-    launches, notes = run.launches(), Notes()
+    launches, notes, overrides = run.launches(), Notes(), tuple[str, ...]()
     with suppress(DamagedRecord):  # anybody may write notes: a run is shown without them
         notes = run.notes()
+    with suppress(DamagedRecord):
+        overrides = source.last_overrides if (source := run.source()) is not None else ()
     if launches:
-        return About(run.job.name, launches[0].time, launches[0].client, notes.tags, notes.text)
+        return About(run.job.name, launches[0].time, launches[0].client, notes.tags, notes.text, overrides)
     entry = run.store.entry(run.key("job.json"))
-    return About(run.job.name, 0.0 if entry is None else entry.modified.timestamp(), "", notes.tags, notes.text)
+    created = 0.0 if entry is None else entry.modified.timestamp()
+    return About(run.job.name, created, "", notes.tags, notes.text, overrides)
 
 
 def is_started_here(run: Run) -> bool:
