@@ -101,6 +101,13 @@ def test_the_commands_in_a_hint_find_the_run_from_where_they_are_printed(
     assert "inner-1 has already finished" in CliRunner().invoke(app, ["stop", "inner-1"]).output
 
 
+def test_a_hint_names_the_store_if_another_one_nearby_has_a_run_of_that_name(two_stores: Path) -> None:
+    outer = Run(open_store(str(two_stores / "store")), "outer-1")
+    assert outer.command("stop") == "packtrain stop outer-1"
+    new_run(open_store(str(two_stores / "sub/store")), program_job("outer"))
+    assert outer.command("stop") == f"packtrain stop outer-1 --store {two_stores}/store"
+
+
 def a_run(
     store: Store, job: str, status: Status | None, *, days_ago: float = 0.0, client: str = "me@here", tags: str = ""
 ) -> Run:

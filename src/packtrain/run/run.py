@@ -12,6 +12,7 @@ import uuid
 from bisect import bisect_right
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from datetime import UTC, datetime
 from itertools import accumulate, chain
 from typing import TypeVar
@@ -52,7 +53,7 @@ from packtrain.run.records import (
     decode_name,
     encode,
 )
-from packtrain.store import DamagedObject, Store, StoreAway, store_option
+from packtrain.store import DamagedObject, Store, StoreAway, StoreError, store_option, stores_nearby
 from packtrain.system import to_type
 from packtrain.units import show_time
 
@@ -95,8 +96,17 @@ class Run:
         return f"{self.folder}/{name}"
 
     def command(self, verb: str) -> str:
-        """Return the command to type here for this run, as in `packtrain follow en-de-1`."""
-        return to_type(verb, self.name, *store_option(self.store))
+        """Return the command to type for this run, as in `packtrain follow en-de-1`.
+
+        It names the store if it would not be found from here, or if another one nearby has a run of the same name: the
+        command may be typed after a `cd`.
+        """
+        option = store_option(self.store)
+        with suppress(StoreError):
+            others = (store for store in stores_nearby() if store.url != self.store.url)
+            if not option and any(store.exists(self.key("job.json")) for store in others):
+                option = ["--store", self.store.url]
+        return to_type(verb, self.name, *option)
 
     @property
     def job_data(self) -> bytes:
