@@ -149,7 +149,7 @@ def without_encoding(nodes: list[ast.AST]) -> Iterator[str]:
             is_text = any(map(TEXT_MODE.fullmatch, texts)) or (dotted == "open" and len(arguments) == 1)
             is_fault = is_text and dotted != "tarfile.open"
         elif name in ("read_text", "write_text"):
-            is_fault = len(call.args) <= (name == "write_text")
+            is_fault = len(call.args) <= (name == "write_text") and not dotted.startswith("formatter.")  # of click
         else:
             is_fault = any(keyword.arg in ("text", "universal_newlines") for keyword in call.keywords) and (
                 dotted.startswith("subprocess.")

@@ -181,7 +181,9 @@ def test_a_run_of_somebody_else_does_not_move_to_other_machines_unseen(directory
 
 def test_a_run_whose_fleet_refuses_to_start_has_failed(directory_store: Store) -> None:
     run = new_run(directory_store, program_job(fleet={"slurm": {}}))
-    with pytest.raises(Mistake, match=r"cannot be tied to this command; .*; then run `packtrain resume job-1`"):
+    with pytest.raises(
+        Mistake, match=r"cannot be tied to this command; .*; then run `packtrain resume job-1 --store .*`"
+    ):
         start(run, tied=True)
     result = run.result()
     assert result is not None

@@ -38,8 +38,8 @@ def plan(
     samples: Annotated[
         str | None,
         typer.Option(
-            metavar="NUMBER",
-            help="Plan without the data: its training samples, or a well-known set (imagenet, wmt14-en-de, cornell, "
+            metavar="NUMBER|SET",
+            help="Plan without the data: its training samples, or the name of a set (imagenet, wmt14-en-de, cornell, "
             "coco, vizwiz); of a mix, one for each source.",
         ),
     ] = None,
