@@ -51,7 +51,7 @@ class Packed:
         manifest = self.opened.manifest
         return stats_of(manifest, self.columns, [len(self.opened.vocabulary)] if manifest.vocabulary else [])
 
-    def measure(self, name: str) -> Measure:
+    def measure(self, name: str) -> NumberStats:
         [found] = [one for one in self.stats.splits[0].measures if one.name == name]
         return found
 
