@@ -40,7 +40,12 @@ COMMANDS: dict[str, list[list[str]]] = {
     "recipes": [[]],
     "scale": [[]],
     "ui": [[]],
-    "home": [["translate"], ["classify", "--inputs", "1000"], ["serve", "--inputs", "2000"]],
+    "home": [
+        ["translate"],
+        ["int8", "--rounds", "15"],
+        ["classify", "--inputs", "1000"],
+        ["serve", "--inputs", "2000"],
+    ],
     "pack": [[], ["--gigabytes", "5.2"], ["--pairs", "2000000"]],
     "input_text": [[]],
     "input": [["--images", "512"]],

@@ -1,12 +1,16 @@
 """Speed, scores, memory and cold start of models at home: exported forms against the run in torch and plain runtimes.
 
-    python benchmarks/home.py [translate|classify|serve] [--json] [--rounds 3] [--inputs 800] [--store DIR]
+    python benchmarks/home.py [translate|int8|classify|serve] [--json] [--rounds 3] [--inputs 800] [--store DIR]
 
 Uses the run of examples/translate.yaml or examples/classify.yaml in that store, or else trains it first (`--set` as in
 `packtrain run`). Each contender is a process of its own, and they take turns. CPU time counts after a first batch, with
 the wall time beside it; start is the whole command for one input. The limits are CTranslate2 called by hand with
 tokens, as its manual shows it and with our rule to stop, and ONNX Runtime with pixels that are decoded already. `serve`
 puts 200 clients against one.
+
+`int8` compares the exported translator in int8 with fp32: BLEU on all samples of both splits, and the CPU time of one
+thread in alternating rounds, each with the interval that holds 95 % of resamples of samples or rounds. With
+ONEDNN_MAX_CPU_ISA=AVX2 in the environment it shows a processor without VNNI.
 """
 
 from __future__ import annotations
@@ -29,8 +33,18 @@ from typing import Any
 
 import bench
 import serve_load
+from packtrain.export.bootstrap import Difference, interval_of, resampled, widened
+from packtrain.export.evaluate import EvaluateOptions, evaluate, folder_subject
+from packtrain.export.evaluate import compare as compare_models
+from packtrain.export.model import read_model
+from packtrain.pack.build import PlainProgress
+from packtrain.pack.workers import InProcess
+from packtrain.recipes.recipe import Decoding
+from packtrain.recipes.statistics import ratio
+from packtrain.store import open_store
 
 BEAM = 4
+PRECISIONS = {"fp32": (), "int8": ("--int8",)}
 RUNS = {"translate": "en-de", "classify": "photos"}
 FORMS = {
     "translate": {
@@ -151,6 +165,78 @@ def pixels_by_hand(predictor: Any, folder: Path, inputs: Sequence[str]) -> Calla
     return work
 
 
+# The exported translator in both precisions.
+
+
+@dataclass(frozen=True)
+class SplitScores:
+    """BLEU of both precisions on the same samples; `loss` is how much lower it is in int8."""
+
+    split: str
+    samples: int
+    fp32: float
+    int8: float
+    loss: Difference
+
+
+@dataclass(frozen=True)
+class Precisions:
+    """Scores on each split, and the CPU seconds of both precisions, fp32 first, in each round."""
+
+    scores: list[SplitScores]
+    inputs: int
+    seconds: list[tuple[float, float]]
+
+
+def compare_precisions(store: Path, directory: Path, inputs: Sequence[str], turns: int) -> Precisions:
+    fp32, int8 = (export("translate", store, directory / name, *options) for name, options in PRECISIONS.items())
+    subjects = [folder_subject(folder, lambda: open_store(str(store))) for folder in (int8, fp32)]
+    scores = []
+    for split in ("valid", "test"):
+        compared = compare_models(
+            *evaluate(subjects, EvaluateOptions(split=split), PlainProgress(lambda _: None), InProcess())
+        )
+        before, after = (one.scores["bleu"].value for one in (compared.other, compared.own))
+        scores.append(SplitScores(split, compared.own.samples, before, after, compared.differences["bleu"]))
+    models = [read_model(folder) for folder in (fp32, int8)]
+    networks = [model.network(threads=1) for model in models]
+
+    def seconds(which: int) -> float:
+        started = time.process_time()
+        models[which].recipe.predict(networks[which], inputs, Decoding(beam=BEAM))
+        return time.process_time() - started
+
+    seconds(0), seconds(1)
+    rounds = []
+    for number in range(turns):
+        # Each is first in every other round: what disturbs the machine for a while disturbs both.
+        order = (0, 1) if number % 2 else (1, 0)
+        spent = {which: seconds(which) for which in order}
+        rounds.append((spent[0], spent[1]))
+    return Precisions(scores, len(inputs), rounds)
+
+
+def precision_rows(found: Precisions) -> list[dict[str, object]]:
+    rows: list[dict[str, object]] = [
+        {
+            "measured": f"BLEU, {one.samples} sentences of {one.split}", "fp32": one.fp32, "int8": one.int8,
+            "loss": one.loss.value, "95 % from": one.loss.interval.low, "to": one.loss.interval.high,
+        }
+        for one in found.scores
+    ]  # fmt: skip
+    fp32, int8 = (list(seconds) for seconds in zip(*found.seconds, strict=True))
+    speed = ratio(fp32, int8)
+    interval = widened(Difference(speed.value, interval_of(resampled({"": speed})[""]), 1.0), len(fp32))
+    speeds = [found.inputs / bench.median(seconds) for seconds in (fp32, int8)]
+    rows.append(
+        {
+            "measured": "sentences/CPU s, one thread", "fp32": speeds[0], "int8": speeds[1],
+            "times as fast": speed.value, "95 % from": interval.low, "to": interval.high,
+        }
+    )  # fmt: skip
+    return rows
+
+
 # The model, its inputs, and the turns.
 
 
@@ -253,14 +339,17 @@ def compare(task: Task, store: Path, directory: Path, turns: int) -> Comparison:
 
 def parser() -> argparse.ArgumentParser:
     arguments = bench.parser(__doc__, rounds=3)
-    arguments.add_argument("what", nargs="?", choices=["translate", "classify", "serve"], default="translate")
+    arguments.add_argument("what", nargs="?", choices=["translate", "int8", "classify", "serve"], default="translate")
     arguments.add_argument("--inputs", type=int, default=800)
     arguments.add_argument("--store", type=Path, help="with the run of the example; without it one is trained")
     arguments.add_argument("--set", action="append", default=[], metavar="FIELD=VALUE", help="for the training")
     return arguments
 
 
-def measure(options: argparse.Namespace) -> tuple[float, Comparison | tuple[serve_load.Load, serve_load.Load]]:
+Figures = Comparison | Precisions | tuple[serve_load.Load, serve_load.Load]
+
+
+def measure(options: argparse.Namespace) -> tuple[float, Figures]:
     """Return the load of the machine after the training, and the comparison or the load on the service."""
     recipe = "classify" if options.what == "classify" else "translate"
     with tempfile.TemporaryDirectory() as temporary:
@@ -274,14 +363,17 @@ def measure(options: argparse.Namespace) -> tuple[float, Comparison | tuple[serv
         if options.what == "serve":
             model = export("translate", store, directory / "model", "--int8")
             return load, serve_load.measure_serve(model, task.inputs, requests=options.inputs)
+        if options.what == "int8":
+            return load, compare_precisions(store, directory, task.inputs, options.rounds)
         return load, compare(task, store, directory, options.rounds)
 
 
-def report(
-    options: argparse.Namespace, result: tuple[float, Comparison | tuple[serve_load.Load, serve_load.Load]]
-) -> bench.Report:
+def report(options: argparse.Namespace, result: tuple[float, Figures]) -> bench.Report:
     load, figures = result
     note = f"load {load:.1f} before"
+    if isinstance(figures, Precisions):
+        note = f"beam {BEAM}; {len(figures.seconds)} rounds; {note}"
+        return bench.Report("int8 at home, CTranslate2", precision_rows(figures), [note])
     if not isinstance(figures, Comparison):
         return bench.Report("packtrain serve, CTranslate2 int8", serve_load.rows_of(figures), [note])
     rows = [row_of(name, figures.task, rounds, figures.starts[name]) for name, rounds in figures.rounds.items()]

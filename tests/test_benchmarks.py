@@ -21,6 +21,8 @@ from typing import Any
 
 import pytest
 
+from packtrain.export.bootstrap import Difference, Interval
+
 REPOSITORY = Path(__file__).parent.parent
 BENCHMARKS = REPOSITORY / "benchmarks"
 SHARED = {"all", "bench", "example"}
@@ -79,6 +81,12 @@ def _at_home(script: ModuleType) -> object:
     task = script.Task("classify", ["a.webp", "b.webp"], ["cat", "dog"])
     turn = {"cpu": 0.5, "wall": 0.25, "tokens": 0, "megabytes": 100.0, "outputs": ["cat", "cat"]}
     return 1.5, script.Comparison(task, {"exported": [turn], "by hand": [turn]}, {"exported": [0.7], "by hand": []})
+
+
+def _precisions(script: ModuleType) -> object:
+    loss = Difference(0.1, Interval(-0.2, 0.4), 0.5)
+    scores = [script.SplitScores("valid", 800, 18.2, 18.1, loss)]
+    return 0.5, script.Precisions(scores, 600, [(3.0, 2.0), (3.0, 2.0), (6.0, 3.0)])
 
 
 def _control(script: ModuleType) -> object:
@@ -151,6 +159,15 @@ CASES: dict[str, list[Case]] = {
                 {"contender": "by hand", "start s": "", "MB": 100.0},
             ],
             ["beam 4; load 1.5 before"],
+        ),
+        Case(
+            ["int8"],
+            _precisions,
+            [
+                {"measured": "BLEU, 800 sentences of valid", "fp32": 18.2, "loss": 0.1, "95 % from": -0.2, "to": 0.4},
+                {"fp32": 200.0, "int8": 300.0, "times as fast": 12 / 7},
+            ],
+            ["beam 4; 3 rounds; load 0.5 before"],
         ),
         Case(
             ["serve"],
