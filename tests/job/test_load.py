@@ -476,6 +476,8 @@ def test_an_override_wins_over_the_defaults(directory: Path) -> None:
 
 def test_a_field_that_neither_the_file_nor_the_recipe_has_is_required(directory: Path) -> None:
     assert refusal(SHORT, defaults={**DEFAULTS, "train": {}}) == "a.yaml:1: train.duration is required (and 2 more)"
+    soon = {**DEFAULTS, "evaluate": {"every": "soon"}}
+    assert refusal(SHORT, defaults=soon).startswith("a.yaml:1: evaluate.every: 'soon' is not a number with a unit")
     assert refusal("name: a\nrecipe: x\n", defaults=DEFAULTS) == "a.yaml:1: data.train is required"
 
 

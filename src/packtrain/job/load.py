@@ -14,7 +14,7 @@ from pydantic import ValidationError
 
 from packtrain.errors import Mistake, printable
 from packtrain.job.document import Document, YamlNode, plain, read_node, read_text
-from packtrain.job.job import Job, TrainSettings, expand
+from packtrain.job.job import EvaluateSettings, Job, TrainSettings, expand
 from packtrain.job.kinds import SCHEDULES, word_of
 from packtrain.job.part import Location, code_path_fault, is_address, is_recipe, is_tracking_uri
 from packtrain.job.secrets import holds_secret, secret_in
@@ -163,6 +163,7 @@ def fitted_defaults(defaults: Mapping[str, Any], given: Mapping[str, Any]) -> Ma
     try:
         train = TrainSettings.model_validate(defaults["train"])
         now = Duration.parse(_section(given, "train").get("duration", str(train.duration)))
+        every = EvaluateSettings.model_validate(_section(defaults, "evaluate")).every
     except (ValidationError, ValueError, TypeError, KeyError):
         return defaults  # whatever is wrong is reported with its place
     schedule = train.schedule.default_for(train.duration, now)
@@ -174,13 +175,12 @@ def fitted_defaults(defaults: Mapping[str, Any], given: Mapping[str, Any]) -> Ma
         del changed["schedule"]
     elif fields := _section(words, word):
         changed["schedule"] = {word: schedule.beside(fields)}
-    evaluate = dict(_section(defaults, "evaluate"))
-    every = evaluate.get("every")
-    if isinstance(every, str) and (length := Duration.parse(every)).unit == now.unit == train.duration.unit:
-        shorter = cut_to(length, train.duration, now) or now
-        least = _FEWEST_STEPS if now.unit == "steps" else 0.0
-        evaluate["every"] = str(Duration(min(length.value, max(shorter.value, least)), now.unit))
-    return {**defaults, "train": changed, **({"evaluate": evaluate} if evaluate else {})}
+    if every is None or not every.unit == now.unit == train.duration.unit:
+        return {**defaults, "train": changed}
+    least = _FEWEST_STEPS if now.unit == "steps" else 0.0
+    shorter = max(least, (cut_to(every, train.duration, now) or now).value)
+    interval = str(Duration(min(every.value, shorter), now.unit))
+    return {**defaults, "train": changed, "evaluate": {**defaults["evaluate"], "every": interval}}
 
 
 def _section(data: Mapping[str, Any], name: str) -> Mapping[str, Any]:

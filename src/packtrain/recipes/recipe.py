@@ -235,7 +235,7 @@ class Recipe(ABC):
     @classmethod
     def defaults_for(cls, model: Mapping[str, object]) -> Mapping[str, object]:
         """Return the defaults for a job whose section `model` says this; it has not been checked."""
-        changes = cls.size_defaults.get(str(model.get("size")))
+        changes = cls.size_defaults.get(str(model.get("size", cls.defaults.get("model"))))
         train = cast("Mapping[str, object]", cls.defaults.get("train", {}))
         return {**cls.defaults, "train": {**train, **changes}} if changes else cls.defaults
 
