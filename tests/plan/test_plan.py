@@ -235,6 +235,10 @@ def test_sizes_may_be_given_instead_of_data(tmp_path: Path) -> None:
     assert any("--samples has the training samples only" in note for note in made["notes"])
     named = json.loads(plan(str(path), "--device", "t4", "--samples", "WMT14-en-de", "--json").stdout)["workload"]
     assert (named["samples"], named["valid_samples"], named["test_samples"]) == (4_562_102, 3_000, 3_003)
+    mix = write_job(tmp_path, data={"train": [{"bitext": [name, name]} for name in "abc"], "vocabulary": 32000})
+    thirds = json.loads(plan(str(mix), "--device", "t4", "--samples", "1000", "--json").stdout)
+    assert thirds["workload"]["samples"] == 1000
+    assert "targets of 25 tokens are assumed; set --length" in thirds["notes"]
 
 
 def test_images_of_a_size_that_is_given_have_as_many_classes_as_imagenet(tmp_path: Path) -> None:
@@ -386,6 +390,7 @@ def test_a_probe_of_a_fleet_runs_on_its_machines(tmp_path: Path) -> None:
         (["--samples", "many"], "--samples many: must be a number of samples, or a well-known set; "),
         (["--samples", "imagnet"], "did you mean 'imagenet'?"),
         (["--samples", "0"], "such as 1281167"),
+        (["--samples", "imagenet"], "--samples imagenet: is a set of images, and this job learns from texts"),
         (["--length", "7"], "--length is for data that is not read; this job's data is here"),
         (["--samples", "100", "--probe"], "--probe needs the data; plan without it"),
         (["--probe", "--device", "t4"], "use one of them"),

@@ -7,6 +7,7 @@ import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 
+from packtrain.data.order import block
 from packtrain.errors import Mistake, nearest
 from packtrain.job.job import DataSettings, Job
 from packtrain.job.kinds import Source
@@ -87,8 +88,12 @@ def said_data(job: Job, samples: str, length: float | None) -> UnseenData:
         raise Mistake(f"--samples {samples}: data.train is a mix with weights; give each source's, as in {example}")
     parts = [_said(word, samples, length) for word in words]
     if len(parts) < len(sources):  # their sum is all that counts
-        parts = [replace(parts[0], samples=parts[0].samples // len(sources))] * len(sources)
+        shares = [len(block(parts[0].samples, number, len(sources))) for number in range(len(sources))]
+        parts = [replace(parts[0], samples=share) for share in shares]
     named = [NAMED[word] for word in words if word in NAMED]
+    if any((own_length == 1.0) != _has_images(job) for *_, own_length in named):
+        have, want = ("texts", "images") if _has_images(job) else ("images", "texts")
+        raise Mistake(f"--samples {samples}: is a set of {have}, and this job learns from {want}")
     notes = ["the size of the data is that of --samples; it was not read"]
     if not named:
         notes.append("evaluations are not counted: --samples has the training samples only")
