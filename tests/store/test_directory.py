@@ -181,13 +181,26 @@ def test_a_store_that_was_deleted_is_not_made_again(directory_store: Store, tmp_
     assert not (tmp_path / "store").exists()
 
 
+def test_git_ignores_a_new_store_but_not_the_files_beside_which_one_is_created(tmp_path: Path) -> None:
+    new = open_store(str(tmp_path / "new"), create=True)
+    assert (tmp_path / "new" / ".gitignore").read_text() == "*\n"
+    assert new.list() == [], "it is no object"
+    (tmp_path / "project").mkdir()
+    (tmp_path / "project" / "train.py").touch()
+    open_store(str(tmp_path / "project"), create=True)
+    assert not (tmp_path / "project" / ".gitignore").exists()
+    (tmp_path / "new" / ".gitignore").unlink()  # somebody keeps the store in a repository
+    open_store(str(tmp_path / "new"), create=True)
+    assert not (tmp_path / "new" / ".gitignore").exists()
+
+
 def test_simultaneous_creations_agree_on_the_id_of_a_store(tmp_path: Path) -> None:
     with ThreadPoolExecutor(8) as pool:
         opened = list(pool.map(lambda _: open_store(str(tmp_path / "new"), create=True), range(8)))
     for number, store in enumerate(opened):
         store.put(f"{number}", b"")
     assert len({store.identity for store in opened}) == 1
-    assert [path.name for path in (tmp_path / "new").glob(".*")] == [".packtrain-store"]
+    assert {path.name for path in (tmp_path / "new").glob(".*")} == {".gitignore", ".packtrain-store"}
 
 
 def test_a_store_may_itself_be_a_symbolic_link(tmp_path: Path) -> None:
@@ -323,7 +336,7 @@ def test_a_full_disk_leaves_existing_objects_intact(small_disk: Path) -> None:
     with pytest.raises(StoreError, match="the disk is full"):
         store.put("good", b"2" * 2 * MEGABYTE)
     assert store.get("good") == b"1" * 1000
-    assert sorted(path.name for path in small_disk.iterdir()) == [".packtrain-store", "good"]
+    assert sorted(path.name for path in small_disk.iterdir()) == [".gitignore", ".packtrain-store", "good"]
 
 
 def test_a_download_to_a_full_disk_is_not_tried_again_and_leaves_no_partial_file(

@@ -23,9 +23,13 @@ TEMPORARY = ".tmp-"
 IDENTITY = ".packtrain-store"
 """Name of the file with the id of a store in a directory."""
 
+GITIGNORE = ".gitignore"
+"""Name of the file, in a store in a directory, that keeps it out of a repository."""
+
 _KEY_BYTES = 1024  # S3's limit
 _IMPOSSIBLE = re.compile(
     rf"(?:^|/)(?:\.{{0,2}}|{re.escape(TEMPORARY)}[^/]*|{re.escape(IDENTITY)})(?:/|\Z)"  # parts that are no names
+    rf"|\A{re.escape(GITIGNORE)}\Z"
     r"|[\x00-\x1f\x7f-\x9f\ud800-\udfff\\]"  # control characters, lone surrogates, and what Azure takes for a slash
 )
 

@@ -24,7 +24,17 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import TypeVar
 
-from packtrain.store.base import IDENTITY, RECORD_BYTES, TEMPORARY, Entry, Store, checked_key, checked_prefix, is_key
+from packtrain.store.base import (
+    GITIGNORE,
+    IDENTITY,
+    RECORD_BYTES,
+    TEMPORARY,
+    Entry,
+    Store,
+    checked_key,
+    checked_prefix,
+    is_key,
+)
 from packtrain.store.errors import StoreAway, StoreError, explained
 
 Published = TypeVar("Published")
@@ -60,6 +70,10 @@ class DirectoryStore(Store):
         with self._explained(""):
             make_folder(Path(self.url))
             with opened_folder(Path(self.url)) as root:
+                with os.scandir(root) as entries:
+                    is_empty = not any(entries)  # a directory with other files may be a repository
+                if is_empty:
+                    self._claim(root, stage(root, [b"*\n"]), GITIGNORE)
                 if _read_identity(root) is None:
                     self._claim(root, stage(root, [f"{uuid.uuid4().hex}\n".encode()]), IDENTITY)
 
