@@ -20,6 +20,7 @@ from packtrain.data.pack import Pack
 from packtrain.errors import Mistake, NotFound, PacktrainError
 from packtrain.pack.manifest import PackFile, pack_key
 from packtrain.store import Store, open_store
+from packtrain.system import FileLock
 from parts.clock import wait_for_tick
 
 PATIENCE_SECONDS = 90
@@ -273,6 +274,25 @@ def test_a_file_is_hashed_once_on_a_machine_and_again_after_a_change(
     put_file(directory_store, "a", b"apple")
     path_of(FileCache(folder), directory_store, file)
     assert hashed == ["a", "a"]
+
+
+def test_the_lock_of_a_file_goes_with_it(directory_store: Store, folder: Path) -> None:
+    cache = FileCache(folder)
+    files = [put_file(directory_store, name, name.encode()) for name in ("one", "two")]
+    for file in files:
+        path_of(cache, directory_store, file)
+    locks = [folder / f"{file.sha256}.lock" for file in files]
+    cache.hold([]).close()
+    assert [lock.exists() for lock in locks] == [True, True]
+    directory_store.delete(pack_key(NAME, "one"))
+    cache.hold([]).close()
+    assert [lock.exists() for lock in locks] == [False, True]
+    os.utime(locks[1], (0, 0))  # not used for a month
+    with FileLock(locks[1]):
+        cache.hold([]).close()
+    assert locks[1].exists(), "a process checks the file at this moment"
+    cache.hold([]).close()
+    assert not locks[1].exists()
 
 
 def test_a_damaged_file_of_a_directory_store_is_named(directory_store: Store, folder: Path) -> None:

@@ -1,7 +1,8 @@
 """The file cache of a machine: files of packs by their SHA-256, downloaded once for all processes and runs.
 
     <sha256>                    a file with that hash
-    <sha256>.lock               locked while the file is downloaded or checked; lists files known to have the hash
+    <sha256>.lock               locked while the file is downloaded or checked; lists files known to have the hash, and
+                                goes with the last of them
     fetching/<sha256>-<bytes>/  the unfinished download, and the room that it will take; of the holder of the lock
     uses/<id>                   hashes that a process needs, locked as long as the process lives
     lock                        locked while room is made, and while a process declares what it needs
@@ -39,6 +40,7 @@ _LIMIT_BYTES = 50 * 10**9
 SIZE_VARIABLE = "PACKTRAIN_CACHE_SIZE"
 _ADVICE = f"set fleet.cache in the job, or PACKTRAIN_CACHE and {SIZE_VARIABLE}, to a larger disk or size"
 _PART_OF_DISK = 2  # the cache takes at most half of what is free or already in the cache
+_NUMBERS = 4  # of a file, which come before its path in what is remembered
 _REMEMBERED = 8  # files known to have the hash: the same pack may be in several stores
 _FORGOTTEN_SECONDS = 30 * 24 * 3600.0
 _DOWNLOAD = re.compile("-([0-9]{1,18})$")
@@ -91,6 +93,7 @@ class FileCache:
             self._make_folders()
             # Under the lock: between creating and locking it, the list would look like that of a dead process.
             with FileLock(self._directory / "lock"):
+                self._forget()
                 path = self._uses / uuid.uuid4().hex
                 hold = FileLock(path)
                 path.write_text("\n".join(hashes), "utf-8")
@@ -221,7 +224,7 @@ class FileCache:
             return False
 
     def _remove_leftovers(self, own: str) -> None:
-        """Remove downloads that killed processes left, and notes on files elsewhere that were unused for a month.
+        """Remove downloads that killed processes left.
 
         The caller holds the lock of the file `own`.
         """
@@ -232,9 +235,16 @@ class FileCache:
                 continue
             with suppress(BlockingIOError), FileLock(self._lock_of(sha256), wait=False):
                 shutil.rmtree(folder, ignore_errors=True)
+
+    def _forget(self) -> None:
+        """Remove the locks of files that are nowhere, and of files elsewhere that were unused for a month."""
         for path in self._directory.glob("*.lock"):
-            if time.time() - self._last_use(path.stem) > _FORGOTTEN_SECONDS and not path.with_suffix("").exists():
-                self._remove(path.stem)
+            with suppress(BlockingIOError), FileLock(path, wait=False) as lock:
+                is_old = time.time() - self._last_use(path.stem) > _FORGOTTEN_SECONDS
+                paths = [Path(line.split(" ", _NUMBERS)[-1]) for line in _remembered(lock)]
+                is_needed = path.with_suffix("").exists() or (not is_old and any(one.exists() for one in paths))
+                if not is_needed:
+                    path.unlink()
 
 
 def _limit_of_environment() -> int | None:
@@ -268,7 +278,7 @@ def _has_hash(path: Path, wanted: PackFile, lock: FileLock) -> bool:
     try:
         if path.stat().st_size != wanted.bytes:
             return False
-        if _fingerprint(path) in _remembered(lock):
+        if any(line.startswith(f"{_fingerprint(path)} ") for line in _remembered(lock)):
             return True
         if sha256_of(path) != wanted.sha256:
             return False
@@ -288,7 +298,7 @@ def _remembered(lock: FileLock) -> list[str]:
 
 
 def _remember(path: Path, lock: FileLock) -> None:
-    lines = [*_remembered(lock), _fingerprint(path)][-_REMEMBERED:]
+    lines = [*_remembered(lock), f"{_fingerprint(path)} {path}"][-_REMEMBERED:]
     os.ftruncate(lock.fileno(), 0)
     os.pwrite(lock.fileno(), "".join(f"{line}\n" for line in lines).encode(), 0)
 
