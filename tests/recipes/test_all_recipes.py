@@ -110,6 +110,15 @@ def test_a_rank_without_samples_has_zero_loss_and_zero_gradients(any_recipe: Rec
     assert [name for name, weights in learnt.items() if weights.grad is None or weights.grad.any()] == []
 
 
+def test_scores_say_of_how_many_samples_they_are(any_recipe: Recipe) -> None:
+    few, some = np.arange(2), np.arange(3)
+    part = any_recipe.measure(model_of(any_recipe).eval(), EvaluationRequest("valid", some, few, 2, 0))
+    scores = any_recipe.score("valid", few, [part])
+    assert scores.counts.keys() == scores.values.keys()
+    assert scores.counts["loss"] == 3
+    assert set(scores.counts.values()) <= {1, 2, 3}
+
+
 def test_no_loss_makes_the_host_wait_for_the_device(any_recipe: Recipe) -> None:
     model, batch = model_of(any_recipe).train(), tensors(any_recipe, everything(any_recipe))
     any_recipe.loss(model, batch)  # the first one puts constants on the device

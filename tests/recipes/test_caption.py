@@ -181,11 +181,11 @@ def test_right_captions_score_100_and_every_source_has_its_own_scores(recipe: Ca
     decoded = np.arange(5)
     right = [captions[0] for captions in recipe.references("valid").texts]
     wrong = [*right[:3], "no idea", "none at all"]
-    scores = recipe.score("valid", decoded, [Measurement({"loss": 10.0, "tokens": 5.0}, wrong)])
+    scores = recipe.score("valid", decoded, [Measurement({"loss": 10.0, "tokens": 5.0, "samples": 5.0}, wrong)])
     assert scores.values["loss"] == 2.0
     assert scores.values["cider_vizwiz"] == 0.0
     assert scores.values["cider_coco"] > scores.values["cider"] > 0.0
-    perfect = recipe.score("valid", decoded, [Measurement({"loss": 0.0, "tokens": 5.0}, right)])
+    perfect = recipe.score("valid", decoded, [Measurement({"loss": 0.0, "tokens": 5.0, "samples": 5.0}, right)])
     assert perfect.values["bleu1"] == pytest.approx(100.0)
     assert "CIDEr-D|" in perfect.signatures["cider"]
     assert [(one.input, one.prediction) for one in perfect.samples][:2] == [
@@ -197,7 +197,9 @@ def test_right_captions_score_100_and_every_source_has_its_own_scores(recipe: Ca
 
 def test_the_scores_of_a_source_do_not_depend_on_the_other_sources(recipe: Caption) -> None:
     outputs = ["a red square", "a red square", "a circle that is blue", "a red circle", "a green one"]
-    values = recipe.score("valid", np.arange(5), [Measurement({"loss": 0.0, "tokens": 1.0}, outputs)]).values
+    values = recipe.score(
+        "valid", np.arange(5), [Measurement({"loss": 0.0, "tokens": 1.0, "samples": 5.0}, outputs)]
+    ).values
     references = recipe.references("valid").texts
     for name, part in (("coco", slice(0, 3)), ("vizwiz", slice(3, 5))):
         alone = Cider(references[part]).score(outputs[part], references[part])

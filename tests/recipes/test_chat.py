@@ -128,13 +128,13 @@ def test_scores_do_not_depend_on_the_number_of_workers(chat: Chat) -> None:
 
 
 def test_perplexity_is_the_exponential_of_the_loss_and_lower_is_better(chat: Chat) -> None:
-    scores = chat.score("valid", np.arange(0), [Measurement({"loss": 30.0, "tokens": 10.0}, [])])
+    scores = chat.score("valid", np.arange(0), [Measurement({"loss": 30.0, "tokens": 10.0, "samples": 3.0}, [])])
     assert scores.values == {"loss": 3.0, "perplexity": pytest.approx(math.exp(3.0))}
     assert chat.best_metric in chat.lower_is_better
 
 
 def test_a_huge_loss_has_a_finite_perplexity(chat: Chat) -> None:
-    values = chat.score("valid", np.arange(0), [Measurement({"loss": 1e9, "tokens": 1.0}, [])]).values
+    values = chat.score("valid", np.arange(0), [Measurement({"loss": 1e9, "tokens": 1.0, "samples": 5.0}, [])]).values
     assert math.isfinite(values["perplexity"])
 
 

@@ -10,11 +10,13 @@ EVIL = "<script>alert(1)</script> `|` # *x*\nnext \x1b[31m"
 
 
 def test_markdown_has_every_answer_with_its_mark_and_its_tables() -> None:
-    evidence = evidence_of([*steps_of(), *evaluations_of(falling)], summary={"scores": {"test.bleu": 20.123}})
+    evidence = evidence_of(
+        [*steps_of(), *evaluations_of(falling)], summary={"scores": {"test.bleu": 20.123}, "counts": {"test.bleu": 800}}
+    )
     findings = findings_of(evidence)
     lines = markdown(evidence, findings).splitlines()
     assert lines[0] == "# job-1"
-    assert "| test.bleu | 20.12 |" in lines
+    assert "| test bleu | 20.12 | 800 |" in lines
     assert [line for line in lines if line.startswith("## ")] == ["## The model", "## Speed", "## The run"]
     assert len([line for line in lines if line.startswith("### ")]) == len(findings)
     assert "### ✓ Did data loading keep up?" in lines

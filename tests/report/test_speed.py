@@ -232,6 +232,19 @@ def test_without_a_measured_link_the_bytes_are_estimated_from_the_model() -> Non
     assert any("`packtrain doctor` does" in fact for fact in found.evidence)
 
 
+def test_a_run_on_one_machine_is_warned_only_of_an_exchange_that_takes_much() -> None:
+    points = steps_of(communication=0.01)
+    few = {rank: {**SPANS, "communication": 0.01} for rank in (0, 1)}
+    for workers, verdict in (((2,), "good"), (TWO_MACHINES, "note")):
+        found = network(evidence_of(points, workers=workers, spent=spent_of(few)))
+        assert found is not None
+        assert found.verdict == verdict
+    found = network(evidence_of(steps_of(communication=0.1), workers=(2,), spent=spent_of(NETWORK_BOUND)))
+    assert found is not None
+    assert found.verdict == "note"
+    assert "What would help: a larger batch" in found.answer
+
+
 def test_a_straggler_is_not_the_network() -> None:
     found = network(evidence_of(steps_of(wait=0.06), workers=TWO_MACHINES, spent=spent_of(STRAGGLER)))
     assert found is not None

@@ -3,13 +3,26 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 
 import pytest
 
-from packtrain.report.sweep import SweepRow, SweepTable, as_json, axis_of, find_sweep, sweep_markdown, sweep_page
-from packtrain.run.sweeps import Sweep, SweepPlan, Trial
+from packtrain.report.summary import overview
+from packtrain.report.sweep import (
+    SweepRow,
+    SweepTable,
+    as_json,
+    axis_of,
+    find_sweep,
+    sweep_markdown,
+    sweep_page,
+    sweep_table,
+)
+from packtrain.run.records import Point, Result
+from packtrain.run.sweeps import Rung, RungResult, Sweep, SweepPlan, Trial, TrialStart, create_trial_run
 from packtrain.store import Store
-from parts.runs import new_run
+from parts.dashboard import a_step, write_points
+from parts.runs import new_run, recipe_job
 from report.pages import Page
 
 EVIL = "<script>alert(1)</script>"
@@ -64,6 +77,37 @@ def test_markdown_has_the_table_and_the_best_run_and_escapes_everything() -> Non
         r"| s-2 | finished | 0.1 | \*\| | 10 | 9.00 |",
         r"| s-1 | finished | \<script\>alert(1)\</script\> | base | 10 |  |",
     ]
+
+
+def test_the_table_says_of_how_many_samples_the_scores_are() -> None:
+    rows = [replace(a_row(trial, 9.0, rate="1", size="2"), samples=100) for trial in (1, 2)]
+    lines = sweep_markdown(a_table(*rows)).splitlines()
+    assert lines[4] == "Best so far: s-1, bleu 9.00 (100 samples), with rate = 1, size = 2."
+    assert lines[6].endswith("| step | bleu (100 samples) |")
+    assert lines[8].endswith("| 10 | 9.00 |")
+    mixed = sweep_markdown(a_table(rows[0], replace(rows[1], samples=800))).splitlines()
+    assert mixed[6].endswith("| step | bleu |")
+    assert [line.split("|")[-2].strip() for line in mixed[8:]] == ["9.00 (100 samples)", "9.00 (800 samples)"]
+
+
+def test_a_sweep_shows_the_score_that_ls_shows(directory_store: Store) -> None:
+    """The full validation split at the end, and not the part of it that was measured just before."""
+    source = {"bitext": ["a.en", "a.de"]}
+    trials = tuple(Trial(number, f"s-{number}", {"a": str(number)}) for number in (1, 2))
+    plan = SweepPlan("s", "job", "d", ("a",), trials, 1, {}, "bleu", False, (Rung(10, 1),))
+    sweep = Sweep(directory_store, "s")
+    sweep.put_plan(plan)
+    job = recipe_job(data={"train": [source], "valid": [source]}, evaluate={"every": "10 steps"})
+    for trial, bleu in zip(trials, (30.0, 3.66), strict=True):
+        sweep.claim(TrialStart(trial.number, 1, 1, 0, 1e9, 1))
+        run = create_trial_run(sweep, trial, job.model_dump_json().encode(), b"", None)
+        points = [a_step(10), Point("valid", 1, 10, 1e9, {"bleu": bleu, "loss": 2.0}, counts={"bleu": 100})]
+        write_points(run, *points)
+    sweep.settle(1, RungResult({"1": 30.0, "2": 3.66}, (2,)))
+    run.finish(Result("finished", "", 10, 9.0, {"valid.bleu": 1.84}, counts={"valid.bleu": 800}))
+    table = sweep_table(directory_store, "s")
+    assert [(row.run, row.score, row.samples) for row in table.rows] == [("s-2", 1.84, 800), ("s-1", 30.0, 100)]
+    assert overview(run, "finished").headline == "valid bleu 1.84 (800 samples)"
 
 
 def test_a_name_is_that_of_a_run_before_it_is_that_of_a_sweep(directory_store: Store) -> None:

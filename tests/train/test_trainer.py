@@ -519,6 +519,8 @@ def test_without_a_test_split_the_full_validation_split_is_evaluated_once(
     result, [point] = run.result(), [point for point in run.metrics() if point.kind == "valid"]
     assert result is not None
     assert result.scores == {f"valid.{name}": point.values[name] for name in ("closeness", "loss")}
+    assert point.counts == {"closeness": min(samples, 5), "loss": 5}, "as in every evaluation before it"
+    assert result.counts == {"valid.closeness": 5, "valid.loss": 5}
 
 
 def test_no_thread_is_left_after_success_or_failure(directory_store: Store, control: Control) -> None:

@@ -114,7 +114,8 @@ class Tiny(Recipe):
 
     def score(self, split: str, decode_ids: Ids, parts: Sequence[Measurement]) -> Scores:
         loss = sum(part.sums["loss"] for part in parts)
-        return Scores({"closeness": -loss, "loss": loss})
+        counts = {"closeness": len(decode_ids), "loss": self.count(split)}
+        return Scores({"closeness": -loss, "loss": loss}, counts=counts)
 
     def predict(self, model: nn.Module, inputs: Sequence[str], decoding: Decoding) -> list[Prediction]:
         return []

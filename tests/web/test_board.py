@@ -7,11 +7,12 @@ from pathlib import Path
 
 import pytest
 
+from packtrain.run.records import Point, Result
 from packtrain.store import Store
 from packtrain.web import board
 from packtrain.web.board import Board
-from parts.dashboard import a_step, trained_run
-from parts.runs import a_generation, a_lease
+from parts.dashboard import a_step, trained_run, write_points
+from parts.runs import a_generation, a_lease, new_run, recipe_job
 
 
 def test_a_run_that_a_page_shows_is_read_at_every_look(
@@ -36,3 +37,25 @@ def test_a_run_that_a_page_shows_is_read_at_every_look(
     assert (rows.row(run.name) or {})["step"] == 20
     rows.look(shown={run.name})
     assert (rows.row(run.name) or {})["step"] == 21
+
+
+def test_a_row_says_of_what_split_step_and_samples_its_scores_are(directory_store: Store) -> None:
+    source = {"bitext": ["a.en", "a.de"]}
+    job = recipe_job(data={"train": [source], "valid": [source]}, evaluate={"every": "10 steps"})
+    run = new_run(directory_store, job)
+    run.propose(a_generation(1, "a"))
+    scores = ((10, 20.0), (20, 18.0))
+    evaluations = [Point("valid", 1, step, 1e9 + step, {"bleu": bleu}, counts={"bleu": 100}) for step, bleu in scores]
+    write_points(run, a_step(10), *evaluations[:1], a_step(20), *evaluations[1:])
+    rows = Board(directory_store)
+    rows.look()
+    running = rows.row(run.name) or {}
+    assert running["score"] == {"name": "valid.bleu", "value": 18.0, "step": 20, "samples": 100}
+    assert (running["test"], running["machines"]) == (None, 0)
+
+    run.finish(Result("finished", "reached 20 steps", 20, 9.0, {"test.bleu": 17.0}, counts={"test.bleu": 800}))
+    rows.look()
+    ended = rows.row(run.name) or {}
+    assert ended["score"] == running["score"], "the test split is not what runs are compared by"
+    assert ended["test"] == {"name": "test.bleu", "value": 17.0, "step": 20, "samples": 800}
+    assert ended["machines"] == 1, "those that worked on it to its end"

@@ -149,7 +149,8 @@ def test_a_run_is_listed(shown: RunningDashboard, directory_store: Store) -> Non
     Run(directory_store, "job-1").put_notes(Notes(("good",), "the first"))
     row = row_of(shown)
     assert (row["state"], row["step"], row["goal"], row["progress"]) == ("finished", 20, 10, 1.0)
-    assert (row["job"], row["recipe"], row["measure"], row["score"]) == ("job", "translate", "bleu", 12.5)
+    assert (row["job"], row["recipe"], row["measure"]) == ("job", "translate", "bleu")
+    assert row["score"] == {"name": "valid.bleu", "value": 12.5, "step": 20, "samples": None}
     assert (row["tags"], row["note"], row["problem"]) == (["good"], "the first", None)
     wait_until(lambda: row_of(shown)["sparkline"], "the curve is read")
     assert row_of(shown)["sparkline"][0] == 10.0

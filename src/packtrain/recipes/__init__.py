@@ -18,9 +18,9 @@ from packtrain.job import Job
 from packtrain.job.kinds import FORMATS, kind_class
 from packtrain.recipes.recipe import (
     Batch,
+    BestBy,
     Decoding,
     EvaluationRequest,
-    Measure,
     Measurement,
     Prediction,
     Recipe,
@@ -32,9 +32,9 @@ from packtrain.run.run import Run
 __all__ = [
     "RECIPES",
     "Batch",
+    "BestBy",
     "Decoding",
     "EvaluationRequest",
-    "Measure",
     "Measurement",
     "Prediction",
     "Recipe",
@@ -65,14 +65,14 @@ def built_in(name: str | None) -> type[Recipe] | None:
     return recipe_class(name) if name is not None and name in RECIPES else None
 
 
-def measure_of(job: Job, recipe: type[Recipe] | None = None) -> Measure:
+def measure_of(job: Job, recipe: type[Recipe] | None = None) -> BestBy:
     """Return the score that decides for a job: the one that it names, or else its recipe's. A program has none.
 
     A run of a user's recipe names it, so `recipe` is only needed before there is a run.
     """
     known = recipe or built_in(job.recipe)
     name = job.checkpoint.best_by or (known.best_metric if known else "")
-    return Measure(name, name in (known or Recipe).lower_is_better)
+    return BestBy(name, name in (known or Recipe).lower_is_better)
 
 
 def recipe_class(name: str, code: Path | None = None) -> type[Recipe]:

@@ -95,8 +95,8 @@ class Scores:
 
 
 @dataclass(frozen=True)
-class Measure:
-    """The score by which runs and checkpoints are judged; `lower`: it should be low. Without a name there is none."""
+class BestBy:
+    """The score by which checkpoints and runs are judged; `lower`: it should be low. Without a name there is none."""
 
     name: str = ""
     lower: bool = False

@@ -249,7 +249,7 @@ def overfitting(evidence: Evidence) -> Finding | None:
     ]
     if turn.before is not None and turn.after is not None and not turn.is_last:
         facts.append(f"Training loss around then was {turn.before:.4g}, at the end {turn.after:.4g}.")
-    lines = (Series("training", values_of(evidence.steps, "loss")), Series("validation", losses, True))
+    lines = (training_loss(evidence), Series("validation", losses, True))
     chart = Chart("loss", lines, marks=() if turn.is_last else ((turn.step, "lowest"),))
     numbers = {
         "best_step": turn.step, "best_loss": turn.lowest, "rise": turn.end - turn.lowest, "noise": turn.noise
@@ -325,7 +325,7 @@ def stability(evidence: Evidence) -> Finding | None:
     noise = noise_of([value for _, value in parts])
     spikes = _spikes(losses)
     facts = _stability_facts(evidence, steps, spikes)
-    loss_chart = Chart("training loss", (Series("loss", losses),), marks=tuple((step, "spike") for step in spikes[:8]))
+    loss_chart = Chart("loss", (training_loss(evidence),), marks=tuple((step, "spike") for step in spikes[:8]))
     numbers = {"spikes": float(len(spikes)), "rise_from_lowest": rise}
     if rise > 6 * noise and rise > max(0.5 * learned, 0.3 * abs(low)):
         first = next(step for step, value in parts[at:] if value - low > rise / 4)
@@ -377,6 +377,13 @@ def _stability_facts(evidence: Evidence, steps: Sequence[Point], spikes: Sequenc
         facts.append(f"Gradients were clipped to a norm of {clip:g} in {share:.0%} of the steps.")
     facts.append("Diverged means that the loss lost at least half of what it had gained, beyond noise.")
     return tuple(facts)
+
+
+def training_loss(evidence: Evidence) -> Series:
+    """Return the curve of the training loss, with the number that every other view shows: of one step it is noise."""
+    summary = evidence.summary
+    name = "training" if summary.loss is None else f"training (last {counted(summary.loss_steps, 'step')})"
+    return Series(name, values_of(evidence.steps, "loss"), value=summary.loss)
 
 
 def learning_rate(evidence: Evidence) -> Finding | None:

@@ -70,13 +70,15 @@ def html_table(heads: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
 class Series:
     """A line of a chart; `marked` puts a dot on each point, for series that have few.
 
-    `color` is the number of its color; None is its place among the lines that are drawn.
+    `color` is the number of its color; None is its place among the lines that are drawn. `value` stands beside its
+    name, and is its last one if None.
     """
 
     name: str
     points: Sequence[tuple[float, float]]
     marked: bool = False
     color: int | None = None
+    value: float | None = None
 
 
 def line_chart(
@@ -97,8 +99,9 @@ def line_chart(
     parts += [_line(scale, one, x_label) for one in lines]
     svg = f'<svg viewBox="0 0 {WIDTH} {HEIGHT}" role="img" aria-label="{escape(title)}">{"".join(parts)}</svg>'
     legend = "".join(
-        f'<span class="key s{one.color}">{escape(one.name)} <b>{_number(one.points[-1][1])}</b></span>'
+        f'<span class="key s{one.color}">{escape(one.name)} <b>{_number(value)}</b></span>'
         for one in colored
+        for value in [one.points[-1][1] if one.value is None else one.value]
     )
     return f"<figure><figcaption>{escape(title)} {legend}</figcaption>{svg}</figure>"
 

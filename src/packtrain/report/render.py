@@ -11,6 +11,7 @@ from packtrain.errors import harmless
 from packtrain.report.evidence import Evidence, values_of
 from packtrain.report.finding import Chart, Figure, Finding, Rows, Shares, Text, Topic, Verdict
 from packtrain.report.goodput import LABELS
+from packtrain.report.learning import training_loss
 from packtrain.report.page import POLICY, Series, html_table, line_chart, page, wide
 from packtrain.report.sample_view import STYLE as SAMPLE_STYLE
 from packtrain.report.sample_view import confusions, cut, samples_html
@@ -215,7 +216,7 @@ def _curves(evidence: Evidence) -> str:
         {name for point in valid for name in point.values if name != "loss" and not name.endswith("_seconds")}
     )
     restarts = tuple((float(one.step), "restart") for one in evidence.generations[1:])[-8:]
-    losses = [Series("training", values_of(steps, "loss")), Series("validation", values_of(valid, "loss"), True)]
+    losses = [training_loss(evidence), Series("validation", values_of(valid, "loss"), True)]
     speeds = [
         (float(one.step), one.values.get(unit, 0.0) / step_seconds(one)) for one in steps if step_seconds(one) > 0
     ]

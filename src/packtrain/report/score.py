@@ -11,7 +11,7 @@ import math
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 
-from packtrain.recipes import Measure
+from packtrain.recipes import BestBy
 from packtrain.run.records import Point, Result
 from packtrain.units import counted, show_score
 
@@ -63,14 +63,14 @@ def scores_of(points: Iterable[Point], result: Result | None) -> dict[str, Score
     }
 
 
-def score_of(scores: Mapping[str, Score], measure: Measure) -> Score | None:
+def score_of(scores: Mapping[str, Score], measure: BestBy) -> Score | None:
     """Return the score of a run: the one that counts, or else the loss; of the test split only without any other."""
     names = [f"{split}.{name}" for name in (measure.name, "loss") for split in ("valid", "test")]
     names.insert(1, measure.name)  # of a program
     return next((scores[name] for name in names if name in scores), None)
 
 
-def better_score(measure: Measure, known: Score | None, point: Point) -> Score | None:
+def better_score(measure: BestBy, known: Score | None, point: Point) -> Score | None:
     """Return the best score of the evaluations so far, given the best before a point."""
     value = point.values.get(measure.name, math.nan)
     if point.kind != "valid" or not math.isfinite(value):

@@ -342,9 +342,9 @@ def network(evidence: Evidence) -> Finding | None:
             return unknown(key, "speed", question, why, facts)
         answer, verdict = _answer_by_link(traffic.used), graded(1 - traffic.used, 0.8, 0.5)
     else:
-        # On one machine there is no network to be warned of, only an exchange that may be worth less.
-        good = 0.95 if evidence.machines > 1 else 0.8
-        answer, verdict = _answer_by_exposure(evidence, traffic), graded(1 - traffic.exposed, good, min(good, 0.8))
+        # On one machine there is no network to be warned of, only an exchange that may take much.
+        limits = (0.95, 0.8) if evidence.machines > 1 else (0.8, 0.0)
+        answer, verdict = _answer_by_exposure(evidence, traffic), graded(1 - traffic.exposed, *limits)
     line = Series("communication", _over_steps(evidence.steps, "communication"))
     chart = Chart("seconds of communication not overlapped", (line,))
     return Finding(key, "speed", question, answer, verdict, facts, (chart,), traffic.numbers)

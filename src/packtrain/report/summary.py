@@ -9,7 +9,7 @@ from functools import partial, reduce
 from typing import Any
 
 from packtrain.job import Job
-from packtrain.recipes import Measure, measure_of
+from packtrain.recipes import BestBy, measure_of
 from packtrain.report.cost import Cost, cost_of, goal_step
 from packtrain.report.goodput import Goodput, goodput
 from packtrain.report.score import Score, better_score, score_of, scores_of
@@ -166,7 +166,7 @@ def summary_of(run: Run, state: State, raw: Sequence[Point], result: Result | No
     steps = [point for point in points if point.is_step]
     return Summary(
         **{**known, "seconds": max(known["seconds"], times.seconds)},
-        best=reduce(partial(better_score, Measure(known["measure"], known["lower"])), points, None),
+        best=reduce(partial(better_score, BestBy(known["measure"], known["lower"])), points, None),
         generations=len(generations),
         # A running run shows its current speed, a finished one its average.
         units_per_second=units_per_second(steps if result else steps[-RECENT_STEPS:], known["unit"]),
@@ -195,7 +195,7 @@ def _overview_fields(
     recent = steps[-RECENT_STEPS:]
     losses = recent_losses(steps)
     scores = scores_of(points, result)
-    measure = measure_of(job) if job.recipe is not None else Measure(_measure_of(steps))
+    measure = measure_of(job) if job.recipe is not None else BestBy(_measure_of(steps))
     return {
         "run": run.name,
         "state": state,

@@ -13,7 +13,7 @@ from pathlib import Path
 from packtrain.errors import Mistake
 from packtrain.job.load import LoadedJob
 from packtrain.pack.build import PackProgress, PlainProgress
-from packtrain.recipes import Measure, measure_of, recipe_class
+from packtrain.recipes import BestBy, measure_of, recipe_class
 from packtrain.run.sweeps import Rung, Sweep, SweepPlan, Trial, create_trial_run
 from packtrain.run.uses import refuse_discarded
 from packtrain.start import NewRun, load, prepare_run
@@ -95,7 +95,7 @@ def _check_different(jobs: Sequence[LoadedJob], combinations: Sequence[Combinati
             raise Mistake(f"--grid: {names[0]} and {names[1]} are the same job")
 
 
-def _measure(jobs: Sequence[LoadedJob]) -> Measure:
+def _measure(jobs: Sequence[LoadedJob]) -> BestBy:
     found = set()
     for loaded in jobs:
         recipe = None if loaded.job.recipe is None else recipe_class(loaded.job.recipe, loaded.code)

@@ -22,7 +22,7 @@ from typing import Any
 from packtrain.errors import PacktrainError
 from packtrain.job import Job
 from packtrain.job.part import is_name
-from packtrain.recipes import Measure
+from packtrain.recipes import BestBy
 from packtrain.report.cost import seconds_to_goal
 from packtrain.report.score import Score, better_score
 from packtrain.report.summary import (
@@ -275,7 +275,7 @@ def _row(listed: ListedRun) -> Row:
     else:
         leases = run.leases() if run.job.fleet.dollars_per_hour is not None else []
     seen = overview_of(run, state, listed.points, listed.result, leases)
-    _find_best(listed, Measure(seen.measure, seen.lower))
+    _find_best(listed, BestBy(seen.measure, seen.lower))
     return {
         "name": run.name, "state": state, "reason": seen.reason, "job": run.job.name, "recipe": run.job.recipe,
         "description": seen.description, "step": seen.step, "goal": seen.goal, **_pace(listed, seen),
@@ -323,7 +323,7 @@ def _progress(job: Job, step: int, steps: Sequence[Point]) -> float | None:
     return _finite(min(1.0, max(0.0, done / goal.value))) if goal.value else None
 
 
-def _find_best(listed: ListedRun, measure: Measure) -> None:
+def _find_best(listed: ListedRun, measure: BestBy) -> None:
     """Keep the best score of the evaluations: at first that of the best checkpoint, because they are not all read."""
     evaluations = [point for point in listed.points if point.kind == "valid" and measure.name in point.values]
     if listed.best is None and evaluations:
