@@ -52,7 +52,8 @@ def test_a_finished_run_continues_with_a_longer_duration_and_says_what_changed(
 
 
 @pytest.mark.usefixtures("processes")
-def test_a_run_keeps_its_job_as_it_was_written(tmp_path: Path) -> None:
+def test_a_run_keeps_its_job_as_it_was_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)  # where the store is made
     text = "# why\nname: job  # a name\nprogram: [train.py]\nstore: ./store\n"
     write_files(tmp_path, {"mine.yaml": text.encode(), "train.py": b""})
     run = create(load(tmp_path / "mine.yaml", ["fleet.workers=2"]), PlainProgress(lambda _: None))

@@ -400,6 +400,7 @@ def test_hints_name_the_store_only_where_it_is_not_the_default(
     directory_store: Store, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     run = new_run(directory_store)
+    monkeypatch.chdir("/")  # with no other store nearby
     monkeypatch.delenv("PACKTRAIN_STORE", raising=False)
     assert hints(run, "resume") == [f"  resume:  packtrain resume job-1 --store {directory_store.url}"]
     monkeypatch.setenv("PACKTRAIN_STORE", f"{directory_store.url}/")
