@@ -26,7 +26,7 @@ from packtrain.pack.packing import pack
 from packtrain.pack.shard import Columns
 from packtrain.pack.workers import InProcess
 from packtrain.report.pack_page import PICTURES, TEXTS, THUMBNAIL_PIXELS, evenly, print_stats, sample_page, thumbnail
-from packtrain.report.pack_stats import Bar, PackStats, count, measure, stats_of
+from packtrain.report.pack_stats import Bar, NumberStats, PackStats, count, measure, stats_of
 from packtrain.store import open_store
 from report.pages import Page
 
