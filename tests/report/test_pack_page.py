@@ -26,7 +26,7 @@ from packtrain.pack.packing import pack
 from packtrain.pack.shard import Columns
 from packtrain.pack.workers import InProcess
 from packtrain.report.pack_page import PICTURES, TEXTS, THUMBNAIL_PIXELS, evenly, print_stats, sample_page, thumbnail
-from packtrain.report.pack_stats import Bar, NumberStats, PackStats, count, measure, stats_of
+from packtrain.report.pack_stats import Bar, Measure, PackStats, count, measure, stats_of
 from packtrain.store import open_store
 from report.pages import Page
 
@@ -51,7 +51,7 @@ class Packed:
         manifest = self.opened.manifest
         return stats_of(manifest, self.columns, [len(self.opened.vocabulary)] if manifest.vocabulary else [])
 
-    def measure(self, name: str) -> NumberStats:
+    def measure(self, name: str) -> Measure:
         [found] = [one for one in self.stats.splits[0].measures if one.name == name]
         return found
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import base64
 import hashlib
 import io
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
@@ -72,12 +73,16 @@ def image_of(run: Run, sample: Sample) -> Image.Image:
     return Image.open(io.BytesIO(jpeg), formats=["JPEG"])
 
 
+def mistakes_of(samples: Iterable[Sample]) -> list[Sample]:
+    return [one for one in samples if one.prediction != one.reference]
+
+
 def test_a_classifier_shows_the_mistakes_that_it_is_most_certain_of_first(tmp_path: Path) -> None:
     run = trained(tmp_path / "run", classify_job(tmp_path, evaluate=EVERY_STEP))
     found = evaluations(run)
     assert len(found) == 4
     for point in found:
-        wrong = [one for one in point.samples if one.prediction != one.reference]
+        wrong = mistakes_of(point.samples)
         assert 0 < len(wrong) <= len(point.samples) <= MAX_SHOWN
         assert list(point.samples[: len(wrong)]) == wrong
         certain = [one.confidence for one in wrong]
@@ -90,7 +95,9 @@ def test_a_classifier_shows_the_mistakes_that_it_is_most_certain_of_first(tmp_pa
     assert shown.reference in CLASSES
     result = run.result()
     assert result is not None
-    assert result.samples == found[-1].samples
+    assert mistakes_of(result.samples) == mistakes_of(
+        found[-1].samples
+    )  # of all samples; what is right beside them differs
 
 
 def test_a_caption_says_where_the_model_looked_for_each_word(tmp_path: Path) -> None:

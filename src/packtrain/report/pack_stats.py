@@ -44,7 +44,7 @@ class Bar:
 
 
 @dataclass(frozen=True)
-class NumberStats:
+class Measure:
     """How one number is distributed over the samples of a split."""
 
     name: str
@@ -62,7 +62,7 @@ class SplitStats:
 
     name: str
     split: Split
-    measures: tuple[NumberStats, ...] = ()
+    measures: tuple[Measure, ...] = ()
     classes: tuple[Bar, ...] = ()
 
 
@@ -95,14 +95,14 @@ def count(numbers: NDArray[Any], into: Counter[int]) -> None:
     into.update(dict(zip(values.tolist(), counts.tolist(), strict=True)))
 
 
-def measure(name: str, counted: Counter[int]) -> NumberStats:
+def measure(name: str, counted: Counter[int]) -> Measure:
     values = np.array(sorted(counted), np.int64)
     counts = np.array([counted[value] for value in values.tolist()], np.int64)
     ends = np.cumsum(counts)
     # A percentile is the smallest number that at least this share of the samples does not exceed.
     median, high, top = (int(values[np.searchsorted(ends, part * ends[-1] - 1e-9)]) for part in (0.5, 0.95, 0.99))
     mean = float((values * counts).sum() / ends[-1])
-    return NumberStats(name, int(values[0]), median, mean, high, int(values[-1]), _bins(values, counts, top))
+    return Measure(name, int(values[0]), median, mean, high, int(values[-1]), _bins(values, counts, top))
 
 
 def _bins(values: NDArray[np.int64], counts: NDArray[np.int64], top: int) -> tuple[Bar, ...]:
