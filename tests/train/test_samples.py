@@ -95,9 +95,9 @@ def test_a_classifier_shows_the_mistakes_that_it_is_most_certain_of_first(tmp_pa
     assert shown.reference in CLASSES
     result = run.result()
     assert result is not None
-    assert mistakes_of(result.samples) == mistakes_of(
-        found[-1].samples
-    )  # of all samples; what is right beside them differs
+    wrong = mistakes_of(result.samples)
+    assert wrong
+    assert wrong == mistakes_of(found[-1].samples)[: len(wrong)]  # more right answers stand beside them
 
 
 def test_a_caption_says_where_the_model_looked_for_each_word(tmp_path: Path) -> None:
