@@ -95,10 +95,6 @@ SIZES: Mapping[str, CaptionerShape] = {
 }
 
 
-# The published rates are those of an encoder that was trained before; one with random weights needs higher ones.
-FROM_SCRATCH: Mapping[str, object] = {"cosine": {"peak": 1e-3, "warmup": "1 epochs"}}
-
-
 def captioner_shape(model: ModelSettings) -> CaptionerShape:
     """Return the named size with the job's options applied."""
     choices = {"encoder": tuple(ENCODERS), "cell": ("gru", "lstm"), "pixels": tuple(PIXELS)}
@@ -210,7 +206,10 @@ class Caption(ImageRecipe[CaptionBatches]):
         defaults = super().defaults_for(model)
         if model.get("weights"):
             return defaults
-        return {**defaults, "train": {**cast("Mapping[str, object]", defaults["train"]), "schedule": FROM_SCRATCH}}
+        # The published rates are those of an encoder that was trained before. Without, it needs higher ones.
+        peak = 2e-3 if model.get("size") == "tiny" else 1e-3
+        schedule = {"cosine": {"peak": peak, "warmup": "1 epochs"}}
+        return {**defaults, "train": {**cast("Mapping[str, object]", defaults["train"]), "schedule": schedule}}
 
     @classmethod
     def check(cls, job: Job) -> None:
