@@ -153,6 +153,24 @@ def test_runs_that_create_the_same_environment_at_the_same_time_all_get_it(
     assert (made / "installed").stat().st_ino == before, "a matching environment is kept"
 
 
+@pytest.mark.usefixtures("processes")
+@pytest.mark.parametrize(
+    ("said", "told"),
+    [
+        ("WARNING: connection broken by NewConnectionError(': Connection refused')", "cannot reach the package index"),
+        ("WARNING: the repository is not trusted", "No matching distribution found for torch==2"),
+    ],
+)
+def test_an_index_that_does_not_answer_is_named_and_not_the_package(
+    said: str, told: str, greeting_host: Remote, tmp_path: Path
+) -> None:
+    fails = f'*"pip install"*) echo "{said}" >&2; echo "ERROR: No matching distribution found for torch==2" >&2; exit 1'
+    python = PYTHON.replace("IDENTITY", identity()).replace('*"pip install"*)', f'{fails} ;;\n  *"pip twice"*)')
+    (tmp_path / "bin" / "python3.13").write_text(python)
+    with pytest.raises(Unreachable, match=f"gpu-a: .*{told}"):
+        environment.create(greeting_host, None)
+
+
 def test_an_environment_is_created_offline_from_a_bundle_with_our_own_packtrain_and_found_again(
     network: Network, remote: Remote, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

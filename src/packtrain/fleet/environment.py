@@ -17,7 +17,7 @@ from typing import IO
 from packtrain.errors import EXIT_MISTAKE, Mistake
 from packtrain.fleet.bundle import SUMS, BundleFile
 from packtrain.fleet.remote import Remote, Unreachable
-from packtrain.fleet.wheels import INSTALL, LOCK, TOOLS, constraints, digests, own_wheel
+from packtrain.fleet.wheels import INSTALL, LOCK, NO_INDEX, TOOLS, constraints, digests, own_wheel
 from packtrain.identity import identity, source
 from packtrain.system import cache_directory
 
@@ -106,7 +106,14 @@ else
   "$python" -m venv "$part/made"
   offline=; [ "$2" = offline ] && offline=--no-index
   "$part/made/bin/python" -m pip install --quiet --disable-pip-version-check --no-input $offline \\
-    --only-binary :all: --find-links "$part/wheels" --constraint "$part/constraints.txt" "$wheel[train]" >&2
+    --only-binary :all: --find-links "$part/wheels" --constraint "$part/constraints.txt" "$wheel[train]" \\
+    > "$part/errors" 2>&1 || {{
+    cat "$part/errors" >&2
+    # pip's last words are that a package does not exist.
+    ! grep -Eq '{NO_INDEX.pattern}' "$part/errors" || echo 'cannot reach the package index from there;' \\
+      'make a bundle with `packtrain bundle JOB` and set fleet.ssh.bundle, or set python in the fleet' >&2
+    exit 1
+  }}
 fi
 # With a Python that has none of these packages: as soon as theirs starts, it may run code of them.
 [ -f "$lock" ] || \\

@@ -31,7 +31,9 @@ WHEELS, TOOLS, LOCK, SBOM = "wheels", "tools", "requirements.txt", "sbom.cdx.jso
 Torch = Literal["cpu", "cuda", "base", "none"]
 _EPOCH = (1980, 1, 1, 0, 0, 0)  # the earliest date that a zip can hold: the same wheel every time
 _REQUIREMENT = re.compile(r"([A-Za-z0-9._-]+)[^;]*(?:;(.*))?")
-_NO_INDEX = re.compile("NewConnectionError|ConnectTimeout|ProxyError|SSLError|name resolution|Connection refused")
+NO_INDEX = re.compile(
+    "NewConnectionError|ConnectTimeout|ReadTimeoutError|ProxyError|SSLError|name resolution|Connection refused"
+)
 _TORCH_INDEX = "https://download.pytorch.org/whl/"
 _GLIBC = range(28, 4, -1)  # minor versions of glibc 2 that wheels are built for; 2.28 is that of Debian 10 and RHEL 8
 _OLD_NAMES = {17: "manylinux2014", 12: "manylinux2010", 5: "manylinux1"}
@@ -170,7 +172,7 @@ def _pip(words: Sequence[str]) -> None:
     if done.returncode != 0:
         if "No module named pip" in done.stderr:
             raise Mistake(f"{sys.executable} has no pip to download wheels with; run `{sys.executable} -m ensurepip`")
-        if _NO_INDEX.search(done.stderr):
+        if NO_INDEX.search(done.stderr):
             raise Mistake("pip download: cannot reach the package index; check the network and `pip config list`")
         # pip explains a version that the index lacks as a conflict with the constraint that asks for it.
         if wanted := re.findall(r"\(constraint\) (\S+)", done.stdout + done.stderr):
