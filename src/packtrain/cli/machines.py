@@ -381,7 +381,7 @@ def node(
         power_off = power_off or run.job.fleet.kind.power_off
         slot = NodeSlot(run)
         joined = _node(run, address, interface, workers, slot)
-        with _steps_printed(joined):
+        with _steps_printed(run, joined):
             joined.work()
         over = joined.has_done_its_part
         result = run.result()
@@ -420,14 +420,14 @@ def node(
 
 
 @contextmanager
-def _steps_printed(joined: Node) -> Iterator[None]:
+def _steps_printed(run: Run, joined: Node) -> Iterator[None]:
     """Print the steps and scores of a recipe's run if this is its first node, as `packtrain logs -f` does."""
     from packtrain.cli.follow import StepLines
     from packtrain.run.records import DamagedRecord
     from packtrain.store import StoreError
     from packtrain.system import Task, say
 
-    run, over = joined.run, threading.Event()
+    over = threading.Event()
 
     def follow() -> None:
         lines, points, is_last = StepLines(run.job, _STEP_SECONDS), None, False
