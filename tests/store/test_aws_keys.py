@@ -9,12 +9,15 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 import pytest
+import yaml
 
 from packtrain.errors import Mistake
 from packtrain.fleet.fleet import passed_keys, passed_variables, values_of
+from packtrain.start import dry_run, load
 from packtrain.store import StoreError, open_store
 from parts.loopback import free_port
 from parts.proxy import Proxy, ProxyHandler, proxy_before
+from parts.runs import write_files
 from parts.s3 import S3Server, fresh_location, leave_aws
 
 _EXPIRED = b"<Error><Code>ExpiredToken</Code><Message>The provided token has expired.</Message></Error>"
@@ -204,6 +207,25 @@ def test_machines_get_the_keys_of_a_profile_and_not_its_name(account: Account, m
     assert values_of(names)["AWS_SESSION_TOKEN"] == "token-1"
     assert re.search(r"profile sso; these end at 20.* UTC, and machines cannot renew", passed_keys(names) or "")
     assert passed_variables((), "/data/store") == ()
+
+
+def test_pods_get_the_server_and_the_region_of_a_profile_and_no_key(
+    account: Account, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    account.write(minio=static("AKMINIO", region="eu-west-1", endpoint_url=account.proxy.url))
+    monkeypatch.delenv("AWS_ENDPOINT_URL")
+    monkeypatch.setenv("AWS_PROFILE", "minio")
+    fleet = "{kubernetes: {image: 'registry/image:1', store_secret: keys}}"
+    job = f"name: a\nprogram: [train.py]\nstore: {fresh_location()}\nfleet: {fleet}\n"
+    write_files(tmp_path, {"job.yaml": job.encode(), "train.py": b""})
+    [plan] = dry_run(load(tmp_path / "job.yaml")).plans
+    [document] = yaml.safe_load_all(plan.script or "")
+    [container] = document["spec"]["template"]["spec"]["containers"]
+    variables = {one["name"]: one.get("value") for one in container["env"]}
+    assert variables["AWS_REGION"] == "eu-west-1"
+    assert variables["AWS_ENDPOINT_URL_S3"] == account.proxy.url
+    assert not {"AWS_ACCESS_KEY_ID", "AWS_PROFILE", "AWS_CONFIG_FILE"} & {*variables}
+    assert "canary" not in (plan.script or "")
 
 
 def test_a_job_can_pass_the_name_of_a_profile_that_machines_have(

@@ -281,10 +281,11 @@ def passed_variables(environment: Sequence[str], store: str) -> tuple[str, ...]:
 def values_of(variables: Sequence[str]) -> dict[str, str]:
     """Return the variables' values. Instead of a profile, which is this machine's own, others get its present keys."""
     values: dict[str, str | None] = {}
-    if KEY_VARIABLES[0] in variables and (sdk := _sdk_for(variables)) is not None:
-        keys = sdk.now()
-        values = dict(zip(KEY_VARIABLES, (keys.access_key, keys.secret_key, keys.session_token), strict=True))
-        values |= {"AWS_REGION": sdk.region, "AWS_ENDPOINT_URL_S3": sdk.endpoint}
+    if {"AWS_REGION", KEY_VARIABLES[0]} & {*variables} and (sdk := _sdk_for(variables)) is not None:
+        values = {"AWS_REGION": sdk.region, "AWS_ENDPOINT_URL_S3": sdk.endpoint}
+        if KEY_VARIABLES[0] in variables:
+            keys = sdk.now()
+            values |= zip(KEY_VARIABLES, (keys.access_key, keys.secret_key, keys.session_token), strict=True)
     values |= {name: os.environ[name] for name in variables if name in os.environ}
     return {name: values[name] or "" for name in variables if name in values}
 

@@ -6,7 +6,6 @@ index, a pod that fails is replaced, and once one has exited with code 0 (the ru
 
 from __future__ import annotations
 
-import os
 from collections.abc import Sequence
 from pathlib import PurePosixPath
 from typing import TYPE_CHECKING, Any
@@ -15,7 +14,7 @@ import yaml
 
 from packtrain.errors import EXIT_FAILED, EXIT_MISTAKE, EXIT_NOT_FOUND, EXIT_STOPPED, FieldMistake, Mistake
 from packtrain.fleet.cloud import budget_seconds, expiry, label_of
-from packtrain.fleet.fleet import node_arguments, passed_variables
+from packtrain.fleet.fleet import node_arguments, passed_variables, values_of
 from packtrain.identity import identity
 from packtrain.node.preemption import SECONDS_VARIABLE
 from packtrain.run.run import Run
@@ -239,7 +238,7 @@ def _environment(run: Run, settings: KubernetesSettings) -> list[Document]:
         if (fault := settings.variable_fault(variable)) is not None:
             raise FieldMistake(f"environment.{number}", fault)
     needed = passed_variables((), run.store.url)
-    plain = {name: os.environ[name] for name in PLAIN_VARIABLES if name in needed}
+    plain = values_of([name for name in PLAIN_VARIABLES if name in needed])
     plain |= {
         SECONDS_VARIABLE: str(int(settings.grace.value)),
         # The image's may belong to another user. The cache is there, too, unless the job says otherwise.
