@@ -22,6 +22,7 @@ from packtrain.cli.follow import (
     logged_line,
     new_streams,
     progress_line,
+    scores_of,
     shortage,
 )
 from packtrain.errors import EXIT_ALREADY_JOINED, EXIT_DONE, EXIT_FAILED, EXIT_STOPPED, EXIT_UNFINISHED, NotFinished
@@ -376,3 +377,16 @@ def test_a_run_without_machines_shows_its_end_and_how_to_resume_it(
     shown = capsys.readouterr().out
     assert "job-1  interrupted" in shown
     assert "packtrain resume job-1" in shown
+
+
+def test_an_evaluation_says_of_how_many_samples_its_scores_are() -> None:
+    values = {"loss": 4.1, "bleu": 2.3, "chrf": 22.25, "evaluation_seconds": 1.0}
+    counts = {"loss": 800, "bleu": 100, "chrf": 100}
+    parts = scores_of(Point("valid", 1, 500, 0.0, values, counts=counts))
+    text = "".join(part if isinstance(part, str) else part[0] for part in parts)
+    assert text == "step 500  loss 4.100 (800 samples)  bleu 2.300  chrf 22.250 (100 samples)"
+
+
+def test_the_loss_of_a_run_is_the_mean_of_its_last_50_steps_as_everywhere() -> None:
+    steps = [Point("log", 1, step, step / 2, {"loss": 100.0 if step <= 50 else float(step % 2)}) for step in range(101)]
+    assert "loss 0.5 " in logged_line(steps)

@@ -15,11 +15,12 @@ from typer.testing import Result as Answer
 from packtrain.cli import app
 from packtrain.cli.runs import fitting
 from packtrain.errors import Mistake
-from packtrain.run.records import FleetLaunch, JobSource, Notes, Result, Status
+from packtrain.run.records import FleetLaunch, JobSource, Notes, Point, Result, Status
 from packtrain.run.run import Run
 from packtrain.store import Store, open_store
 from packtrain.system import this_client
 from packtrain.units import show_time
+from parts.dashboard import a_step, write_points
 from parts.runs import new_run, program_job, recipe_job
 from parts.terminal import in_terminal
 
@@ -256,3 +257,27 @@ def test_a_bare_stop_asks_on_a_terminal(directory_store: Store) -> None:
     code, shown = in_terminal(["stop", "--store", directory_store.url], "n")
     assert "The newest run is mine-1, which was started by you@there." in shown and "Stop mine-1? [y/N]" in shown
     assert (code, run.result()) == (2, None)
+
+
+def test_show_says_what_every_number_is_of(directory_store: Store) -> None:
+    run = new_run(directory_store, recipe_job("said"))
+    counts = {"loss": 800, "bleu": 100}
+    write_points(
+        run,
+        *(a_step(step, loss=float(step)) for step in range(1, 5)),
+        Point("valid", 1, 2, 1.0, {"loss": 2.5, "bleu": 20.301}, counts=counts),
+        Point("valid", 1, 4, 2.0, {"loss": 2.25, "bleu": 18.0}, counts=counts),
+    )
+    scores, signatures = {"test.bleu": 17.5}, {"test.bleu": "nrefs:1"}
+    run.finish(Result("finished", "reached 4 steps", 4, 65.0, scores, signatures, counts={"test.bleu": 800}))
+    lines = [line.split(maxsplit=2) for line in command(directory_store, "show", "said").output.splitlines()]
+    assert ["train", "loss", "2.500  mean of the last 4 steps"] in lines
+    assert ["valid", "loss", "2.25   800 samples"] in lines
+    assert ["valid", "bleu", "18.00  100 samples"] in lines
+    assert ["best", "valid", "bleu  20.30  at step 2 (100 samples)"] in lines
+    assert ["test", "bleu", "17.50  800 samples  nrefs:1"] in [
+        [*line[:2], re.sub(" +$", "", line[2])] for line in lines
+    ]
+    shown = json.loads(command(directory_store, "show", "said", "--json").output)
+    assert shown["score"] == {"name": "valid.bleu", "value": 18.0, "step": 4, "samples": 100}
+    assert (shown["best"]["value"], shown["test"]["samples"], shown["loss_steps"]) == (20.301, 800, 4)
