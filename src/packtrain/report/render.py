@@ -113,6 +113,8 @@ def render(evidence: Evidence, findings: Sequence[Finding], pictures: Mapping[st
 
 
 def newest_samples(evidence: Evidence) -> Sequence[Sample]:
+    if evidence.result is not None and evidence.result.samples:
+        return evidence.result.samples
     return next((point.samples for point in reversed(evidence.points) if point.samples), ())
 
 
