@@ -66,7 +66,7 @@ class RunHandle:
         """Return a picture of these measurements over `step`, `epoch` or `hours`, `against` those of other runs.
 
         `"loss"` is that of training and of validation; `"valid.loss"` is one line. A notebook shows the picture, and
-        `save("loss.svg")` writes it.
+        `save("loss.png")` or `save("loss.svg")` writes it.
         """
         others = [against] if isinstance(against, RunHandle) else list(against)
         return plot_of({one.name: one.points() for one in (self, *others)}, names or ("loss",), x)

@@ -21,7 +21,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from pack.pictures import photo, saved
 from packtrain.data.order import Ids, share
-from packtrain.recipes import RECIPES, Batch, Decoding, EvaluationRequest, Recipe
+from packtrain.recipes import RECIPES, Batch, Decoding, EvaluationRequest, Measurement, Recipe
 from packtrain.recipes.transformer import Attention
 from packtrain.run.parent import WEIGHTS_FILE, record_of
 from packtrain.run.records import encode
@@ -260,6 +260,14 @@ def test_samples_are_measured_one_by_one_only_if_that_is_asked_for(any_recipe: R
     for name, values in rows.items():
         assert sum(values) == pytest.approx(plain.sums[name], rel=1e-5)
         assert values == pytest.approx([part.sums[name] for part in alone], rel=1e-4, abs=1e-5)
+
+
+def test_by_default_a_recipe_knows_only_the_predictions_of_its_samples(any_recipe: Recipe) -> None:
+    def records(*outputs: str) -> list[dict[str, object]]:
+        return list(Recipe.sample_records(any_recipe, "valid", np.arange(2), Measurement({}, list(outputs))))
+
+    assert records("a", "b") == [{"prediction": "a"}, {"prediction": "b"}]
+    assert records() == [{}, {}]
 
 
 def test_tensors_with_a_row_for_each_piece_or_class_are_named(any_recipe: Recipe) -> None:
