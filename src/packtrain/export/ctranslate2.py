@@ -160,10 +160,10 @@ def _spec_of(model: Transformer) -> Any:
 
 
 def _round_weights(spec: Any) -> None:
-    """Round all matrices to 8 bits, with a scale for each row that no processor computes anything else from.
+    """Round all matrices to 8 bits, with scales of rows that give the same sums on every processor.
 
-    Without VNNI, processors multiply two neighboring weights by two activations of up to 255 and add these products in
-    16 bits. CTranslate2's own scales, of the largest weight alone, let such sums overflow: they are cut off.
+    Processors without VNNI multiply two neighboring weights by activations of up to 255 and add both products in 16
+    bits. CTranslate2's own scales, of the largest weight alone, let such sums overflow, and they are cut off.
     """
     from ctranslate2.specs.model_spec import visit_spec
 
