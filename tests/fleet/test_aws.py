@@ -351,7 +351,8 @@ def test_no_secret_reaches_aws_by_way_of_a_launch(
 def test_the_profile_of_a_job_opens_its_store_and_machines_use_their_role(
     region: AwsRegion, s3_location: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    (tmp_path / "config").write_text("[profile diux]\naws_access_key_id = AKDIUX\naws_secret_access_key = canary\n")
+    profile = "[profile diux]\naws_access_key_id = AKDIUX\naws_secret_access_key = canary\nregion = us-west-2\n"
+    (tmp_path / "config").write_text(profile)
     (tmp_path / "train.py").touch()
     kind = settings_of(profile="diux").model_dump(mode="json", exclude_defaults=True)
     job = {"name": "job", "program": ["train.py"], "store": s3_location, "fleet": {"aws": kind}}
@@ -362,12 +363,17 @@ def test_the_profile_of_a_job_opens_its_store_and_machines_use_their_role(
             without_keys.delenv(name)
         without_keys.setenv("AWS_CONFIG_FILE", str(tmp_path / "config"))
         without_keys.setenv("AWS_PROFILE", "of-another-account")
+        without_keys.delenv("AWS_REGION")
         loaded = load(tmp_path / "job.yaml")
-        start(create(loaded, PlainProgress(silent)), tied=False, say=said.append)
+        run = create(loaded, PlainProgress(silent))
+        start(run, tied=False, say=said.append)
+        [user_data] = [plan.script or "" for plan in run.job.fleet.kind.build().plan(run) if plan.gives == "USER_DATA"]
         with answering(AwsRegion("diux", region.place), "SimulatePrincipalPolicy", judged("ec2:RunInstances")):
             checks = {check.detail for check in examine(loaded.job.fleet.kind, s3_location) if check.step == "store"}
     assert loaded.notes == ("commands without the job need this too: export AWS_PROFILE=diux",)
     assert "machines open the store with their role, not with the AWS profile diux" in said
+    assert "export AWS_REGION=us-west-2\n" in user_data
+    assert not {"canary", "AKDIUX", "diux"} & {*user_data.replace("=", " ").split()}
     assert checks == {
         "reachable with the AWS profile diux, which machines do not get",
         f"{s3_location} is one that machines can use, with their role",

@@ -25,7 +25,7 @@ from packtrain.errors import (
     EXIT_UNFINISHED,
 )
 from packtrain.fleet.environment import FIND, write_archive
-from packtrain.fleet.fleet import node_arguments
+from packtrain.fleet.fleet import node_arguments, values_of
 from packtrain.identity import identity, source
 from packtrain.run.run import Run
 from packtrain.system import cache_directory, sha256_of
@@ -119,8 +119,11 @@ def _variables(run: Run, settings: BootSettings, ends: float) -> Iterator[str]:
 
 def _environment(run: Run) -> dict[str, str]:
     """Return the variables by which the machine finds the store, and AWS if it is not at its usual place."""
-    region = os.environ.get("AWS_REGION") or os.environ.get("AWS_DEFAULT_REGION") or "us-east-1"
+    of_profile = values_of(("AWS_REGION", "AWS_ENDPOINT_URL_S3"))  # or of the environment
+    region = of_profile.get("AWS_REGION") or os.environ.get("AWS_DEFAULT_REGION") or "us-east-1"
     endpoints = {name: value for name, value in os.environ.items() if name.startswith("AWS_ENDPOINT_URL")}
+    if of_profile.get("AWS_ENDPOINT_URL_S3"):
+        endpoints["AWS_ENDPOINT_URL_S3"] = of_profile["AWS_ENDPOINT_URL_S3"]
     # Set even to the usual address: it says that this machine has a role, also for another S3 server.
     role = {"AWS_METADATA_ENDPOINT": "http://169.254.169.254"}
     return {"PACKTRAIN_STORE": run.store.url, "AWS_REGION": region, **role, **dict(sorted(endpoints.items()))}
