@@ -19,7 +19,7 @@ from packtrain.report.compare import (
 )
 from packtrain.report.goodput import LABELS
 from packtrain.report.page import Series, html_table, line_chart, nice_ticks, page, thin
-from packtrain.report.score import of_samples
+from packtrain.report.score import Score, of_samples
 from packtrain.units import show_count, show_score, show_seconds
 
 _CHART_WIDTH, _CHART_HEIGHT = 80, 12
@@ -63,15 +63,14 @@ def _run_lines(runs: Sequence[ComparedRun], width: int) -> list[str]:
     """Return the table of runs, or two if one is too wide. What all speeds or scores have in common is in the head."""
     speeds = [_speed(one) for one in runs]
     units = {one.rpartition(" ")[2] for one in speeds if one}
-    titles = {of_samples(one.score.title, one.score.samples) for one in runs if one.score}
+    scored = [one.score for one in runs if one.score is not None]
+    titles, counts = {one.title for one in scored}, {one.samples for one in scored}
     if len(units) == 1:
         speeds = [one.rpartition(" ")[0] for one in speeds]
-    is_shared = len(titles) == 1
-    scores = [
-        "" if one.score is None else show_score(one.score.value) if is_shared else f"{one.score.title} {one.score.text}"
-        for one in runs
-    ]
-    speed, score = units.pop() if len(units) == 1 else "speed", titles.pop() if is_shared else "score"
+    scores = ["" if one.score is None else _score_cell(one.score, len(titles) == 1, len(counts) == 1) for one in runs]
+    speed, score = units.pop() if len(units) == 1 else "speed", "score"
+    if len(titles) == 1:
+        score = of_samples(titles.pop(), counts.pop() if len(counts) == 1 else None)
     heads = ["", "run", "state", "step", "time", "workers"]
     rows = [
         [one.letter, one.name, one.state, f"{one.step:,}", show_seconds(one.seconds), str(one.workers)] for one in runs
@@ -82,6 +81,13 @@ def _run_lines(runs: Sequence[ComparedRun], width: int) -> list[str]:
         return lines
     rest = [[one.letter, *shown] for one, shown in zip(runs, results, strict=True)]
     return [*_table(heads, rows), "", *_table(["", speed, score], rest)]
+
+
+def _score_cell(score: Score, has_title: bool, has_samples: bool) -> str:
+    """Return a score, without what the head of its column says; `Scores` below has everything."""
+    title = "" if has_title else f"{score.title} "
+    samples = "" if has_samples or score.samples is None or not has_title else f" of {score.samples:,}"
+    return f"{title}{show_score(score.value)}{samples}"
 
 
 def _field_lines(found: RunComparison, width: int) -> list[str]:

@@ -17,7 +17,7 @@ from typing import Protocol
 from packtrain.errors import PacktrainError, harmless
 from packtrain.report.live import LiveRun, RunView, RunWatcher
 from packtrain.report.plot import Plot
-from packtrain.report.summary import Overview
+from packtrain.report.summary import RECENT_STEPS, Overview
 from packtrain.run.run import Run
 from packtrain.units import counted, show_count, show_dollars, show_score, show_seconds
 
@@ -141,7 +141,7 @@ def _facts(view: RunView) -> str:
     if one.loss is not None:
         facts.append((f"loss (last {counted(one.loss_steps, 'step')})", f"{one.loss:.3f}"))
     if view.units_per_second:
-        facts.append((f"{one.unit}/s", show_count(view.units_per_second)))
+        facts.append((f"{one.unit}/s (last {counted(min(RECENT_STEPS, one.step), 'step')})", show_count(view.units_per_second)))
     # Without a validation split the score that counts is the one of the test split.
     facts += [(score.title, score.text) for score in dict.fromkeys((one.score, one.test)) if score is not None]
     if view.best is not None:
