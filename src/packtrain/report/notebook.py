@@ -141,7 +141,8 @@ def _facts(view: RunView) -> str:
     if one.loss is not None:
         facts.append((f"loss (last {counted(one.loss_steps, 'step')})", f"{one.loss:.3f}"))
     if view.units_per_second:
-        facts.append((f"{one.unit}/s (last {counted(min(RECENT_STEPS, one.step), 'step')})", show_count(view.units_per_second)))
+        recent = counted(min(RECENT_STEPS, one.step), "step")
+        facts.append((f"{one.unit}/s (last {recent})", show_count(view.units_per_second)))
     # Without a validation split the score that counts is the one of the test split.
     facts += [(score.title, score.text) for score in dict.fromkeys((one.score, one.test)) if score is not None]
     if view.best is not None:
