@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import time
 from dataclasses import replace
 from pathlib import Path
@@ -165,7 +166,7 @@ def test_a_fork_goes_on_as_the_run_would_have(folder: Path) -> None:
     ]
     words = f"small-1 at step 4, as a fork (SHA-256 {parent.sha256[:12]})"
     shown = CliRunner().invoke(app, ["show", fork.name, "--store", fork.store.url])
-    assert f"from        {words}" in shown.output
+    assert re.search(rf"^from +{re.escape(words)}", shown.output, re.MULTILINE)
     evidence = gather(fork)
     assert f"\nStarted from {words}.\n" in markdown(evidence, ())
     assert f"Started from {words}." in render(evidence, ())

@@ -21,7 +21,8 @@ import pytest
 from parts.hosts import Network
 from test_house import ROOT
 
-STEPS = 60
+DEMO_STEPS = 60
+JOB_STEPS = 240  # a sweep stops runs after their first evaluation, at step 100
 README = (ROOT / "README.md").read_text()
 SERVERS = ("ui", "serve")  # run until Ctrl-C, and print their address
 
@@ -81,9 +82,9 @@ class Shell:
                 process.kill()
 
 
-def shorten(text: str) -> str:
+def shorten(text: str, steps: int) -> str:
     assert "2000 steps" in text
-    return text.replace("2000 steps", f"{STEPS} steps").replace("500 steps", f"{STEPS // 2} steps")
+    return text.replace("2000 steps", f"{steps} steps").replace("500 steps", f"{steps // 2} steps")
 
 
 @pytest.fixture(scope="module")
@@ -98,9 +99,9 @@ def shell(network: Network, training: None, tmp_path_factory: pytest.TempPathFac
             copy.parent.mkdir(parents=True, exist_ok=True)
             copy.write_bytes(source.read_bytes())
     example = checkout / "examples" / "translate.yaml"
-    example.write_text(shorten(example.read_text()))
+    example.write_text(shorten(example.read_text(), DEMO_STEPS))
     [job] = [block for block in blocks("yaml") if "recipe:" in block]
-    (checkout / "job.yaml").write_text(shorten(job))
+    (checkout / "job.yaml").write_text(shorten(job, JOB_STEPS))
     config, board = network.ssh_config.read_text(), network[0].name
     network.ssh_config.write_text(config.replace(f"Host {board}\n", f"Host {board} board\n"))
     inherited = {name: value for name, value in os.environ.items() if not name.startswith(("PACKTRAIN", "PYTHON"))}
