@@ -34,6 +34,7 @@ from packtrain.train.trainer import Trainer, small_share
 from packtrain.train.world import World
 from parts.faulty import FaultyStore
 from parts.runs import a_generation
+from parts.sandbox import wait_until
 from train.forking import WorkerForker
 from train.test_schedule import EXAMPLES
 from train.tiny import Tiny, tiny_job, tiny_run
@@ -433,7 +434,7 @@ def leaves_well(run: Run, do: Callable[[], StopSignal]) -> None:
     """Commits, leaves without a result, and leaves no thread behind."""
     before = set(threading.enumerate())
     assert do().received
-    assert set(threading.enumerate()) <= before
+    wait_until(lambda: set(threading.enumerate()) <= before, "the threads of the training to end")
     assert run.result() is None
     assert committed(run)
 
