@@ -102,6 +102,6 @@ environment:
 
 # The store stays: it has the runs. A node that still works uses the environment.
 clean:
-	@if $(BIN)/packtrain ls --state running --json 2>/dev/null | grep -q '"name"'; then \
-	  echo "a run in ./store uses $(VENV); stop it first: $(BIN)/packtrain stop"; exit 1; fi
+	@[ "$$($(BIN)/packtrain ls --state running --json 2>/dev/null || echo [])" = [] ] || { \
+	  echo "a run in ./store uses $(VENV); stop it first: $(BIN)/packtrain stop"; exit 1; }
 	rm -rf $(VENV) .venv-lowest .mypy_cache .pytest_cache .ruff_cache
