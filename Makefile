@@ -93,7 +93,10 @@ arm64: $(VENV)/dev packages
 	bash tests/parts/arm64-build
 
 $(VENV)/train $(VENV)/test $(VENV)/dev: pyproject.toml constraints.txt | environment
-	$(PIP) --editable '.[$(@F)]'
+	@echo "installing Packtrain into $(VENV)"
+	@$(PIP) --editable '.[$(@F)]' 2>$(VENV)/install.log || { cat $(VENV)/install.log >&2; \
+	  if grep -qE 'NewConnectionError|ConnectTimeout|ProxyError|SSLError|name resolution' $(VENV)/install.log; then \
+	    echo "pip cannot reach the package index; check the network and \`$(BIN)/python -m pip config list\`" >&2; fi; exit 1; }
 	@$(BIN)/python -m compileall -q -j 0 $(VENV)/lib >/dev/null || true  # some packages have files for other versions
 	@touch $@
 
