@@ -2,14 +2,13 @@
 PYTHON ?= python3
 VENV ?= .venv
 BIN := $(VENV)/bin
-# The variable, not the option: it also holds for what the package is built with. Relative: pip splits it at spaces, which
-# the path of the checkout may have.
-export PIP_CONSTRAINT := constraints.txt
+CONSTRAINTS := constraints.txt
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
 # Without cached bytecode each of the many processes of the tests would compile torch's source for five seconds.
 unexport PYTHONDONTWRITEBYTECODE
-# pip would compile on one core.
-PIP := $(BIN)/python -m pip install --quiet --no-compile
+# The variable, not the option: it also holds for what the package is built with. Its path is relative, since pip splits
+# it at spaces. pip would compile on one core.
+PIP := PIP_CONSTRAINT=$(CONSTRAINTS) $(BIN)/python -m pip install --quiet --no-compile
 # Tests wait for processes now and then: four more than there are cores.
 PYTEST := $(BIN)/python -m pytest -n $(shell echo $$(($$(nproc) + 4))) --no-loadscope-reorder
 NEW := "Open the file in a new window." "The password is not valid." "Show all packages that need to be updated."
@@ -68,7 +67,7 @@ local: $(VENV)/test
 lowest:
 	@$(MAKE) --no-print-directory environment VENV=.venv-lowest
 	@.venv-lowest/bin/python tests/lowest.py >.venv-lowest/constraints.txt
-	@$(MAKE) --no-print-directory quick VENV=.venv-lowest PIP_CONSTRAINT=.venv-lowest/constraints.txt
+	@$(MAKE) --no-print-directory quick VENV=.venv-lowest CONSTRAINTS=.venv-lowest/constraints.txt
 
 coverage: $(VENV)/dev
 	$(PYTEST) -m 'not system' --cov=packtrain --cov-branch --cov-report=term:skip-covered
