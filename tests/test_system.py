@@ -223,7 +223,7 @@ def test_a_user_whom_the_system_does_not_know_has_no_home(temporary: Path, monke
     assert cache_directory().is_relative_to(temporary)
     assert not in_home(".ssh").parent.is_dir()
     assert expanded("/data") == Path("/data")
-    with pytest.raises(Mistake, match="~/data: this user has no home directory; set HOME, or write the whole path"):
+    with pytest.raises(Mistake, match="~/data: this user has no home directory; set HOME, or use an absolute path"):
         expanded("~/data")
 
 

@@ -72,7 +72,7 @@ def load(path: str | Path, overrides: Sequence[str] = (), allow_drops: bool = Fa
     if any(os.environ.get(name) != value for name, value in variables.items()):
         os.environ.update(variables)  # for the store and data in buckets, and for processes that open them
         words = shlex.join(f"{name}={value}" for name, value in variables.items())
-        loaded = replace(loaded, notes=(*loaded.notes, f"commands without the job need this too: export {words}"))
+        loaded = replace(loaded, notes=(*loaded.notes, f"commands that do not read the job also need: export {words}"))
     return loaded
 
 

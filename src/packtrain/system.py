@@ -139,7 +139,7 @@ def expanded(path: str | Path) -> Path:
     try:
         return Path(path).expanduser()
     except RuntimeError:
-        raise Mistake(f"{path}: this user has no home directory; set HOME, or write the whole path") from None
+        raise Mistake(f"{path}: this user has no home directory; set HOME, or use an absolute path") from None
 
 
 def in_home(name: str) -> Path:
@@ -172,7 +172,7 @@ def _in_home_or_temporary(name: str, variable: str) -> Path:
             base.mkdir(mode=0o700)
         status = base.lstat()
     except OSError as error:
-        fault = f"cannot write to the home directory, or to one for temporary files ({error.strerror or error})"
+        fault = f"cannot write to the home directory or the temporary directory ({error.strerror or error})"
         raise Mistake(f"{fault}; set {variable} to a directory of your own") from None
     if not stat.S_ISDIR(status.st_mode) or status.st_uid != os.geteuid() or status.st_mode & 0o077:
         fault = f"{base}: is not a directory that only this user can read"

@@ -51,7 +51,7 @@ def listed(store: Store) -> list[str]:
 @pytest.mark.parametrize("words", [["stop", "inner-1"], ["show", "inner"], ["du", "inner-1"], ["report", "inner"]])
 def test_a_run_that_only_another_store_nearby_has_is_named_with_that_store(two_stores: Path, words: list[str]) -> None:
     refused = CliRunner().invoke(app, words).exception
-    advice = f"inner-1 is in another store: add --store {two_stores}/sub/store"
+    advice = f"inner-1 is in another store; add --store {two_stores}/sub/store"
     assert str(refused) == f"no run {words[1]!r} in {two_stores}/store; newest runs: outer-1; {advice}"
 
 
@@ -86,7 +86,7 @@ def test_fields_with_the_same_last_part_are_told_apart(directory_store: Store) -
 
 def test_a_directory_without_a_store_names_one_nearby(two_stores: Path) -> None:
     (two_stores / "store").rename(two_stores / "results")
-    advice = f"inner-1 is in another store: add --store {two_stores}/sub/store"
+    advice = f"inner-1 is in another store; add --store {two_stores}/sub/store"
     for words in (["ls"], ["show"]):
         assert str(CliRunner().invoke(app, words).exception).endswith(f"create a store; {advice}")
 

@@ -370,13 +370,13 @@ def test_the_profile_of_a_job_opens_its_store_and_machines_use_their_role(
         [user_data] = [plan.script or "" for plan in run.job.fleet.kind.build().plan(run) if plan.gives == "USER_DATA"]
         with answering(AwsRegion("diux", region.place), "SimulatePrincipalPolicy", judged("ec2:RunInstances")):
             checks = {check.detail for check in examine(loaded.job.fleet.kind, s3_location) if check.step == "store"}
-    assert loaded.notes == ("commands without the job need this too: export AWS_PROFILE=diux",)
+    assert loaded.notes == ("commands that do not read the job also need: export AWS_PROFILE=diux",)
     assert "machines open the store with their role, not with the AWS profile diux" in said
     assert "export AWS_REGION=us-west-2\n" in user_data
     assert not {"canary", "AKDIUX", "diux"} & {*user_data.replace("=", " ").split()}
     assert checks == {
         "reachable with the AWS profile diux, which machines do not get",
-        f"{s3_location} is one that machines can use, with their role",
+        f"{s3_location} can be used by machines, with their role",
     }
 
 

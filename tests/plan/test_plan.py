@@ -271,14 +271,14 @@ def test_given_sizes_are_those_of_each_source_of_a_mix(tmp_path: Path) -> None:
     assert "data.train is a mix with weights; give each source's, as in 100000,100000" in refused(
         path, "--samples", "1000"
     )
-    assert "has 3 values, and data.train 2 sources" in refused(path, "--samples", "1,2,3")
+    assert "has 3 values, but data.train has 2 sources" in refused(path, "--samples", "1,2,3")
 
 
 def test_data_of_this_machine_is_not_measured_without_being_read(tmp_path: Path) -> None:
     path = write_job(tmp_path)
     made = make_plan(load(path), PlanRequest(samples="1000", length=9.0), quiet)
     assert made.source.startswith("table of devices: ")
-    assert "the speed was not measured, which takes the data" in made.notes
+    assert "speed not measured: measuring needs the data" in made.notes
 
 
 @pytest.mark.usefixtures("processes")
@@ -419,7 +419,7 @@ def test_rented_machines_cannot_be_probed(tmp_path: Path) -> None:
 def test_missing_data_is_named(tmp_path: Path) -> None:
     path = write_job(tmp_path, data={"train": [{"bitext": str(tmp_path / "none.tsv")}]})
     open_store(str(tmp_path / "store"), create=True)
-    assert "none.tsv is not here; to plan without it, give its size, as in --samples 100000" in refused(
+    assert "none.tsv does not exist; to plan without it, pass its size: --samples 100000" in refused(
         str(path), "--device", "t4"
     )
 

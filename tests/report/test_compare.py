@@ -190,7 +190,7 @@ def test_few_evaluations_are_not_enough_data_for_a_small_difference() -> None:
 
 def test_scores_of_different_numbers_of_samples_do_not_compare() -> None:
     [one], [two] = measured_on(100, made("A", bleu=noisy(1, 20, 1))), measured_on(800, made("B", bleu=noisy(2, 40, 1)))
-    assert verdict_of(one, two) == ("unknown", "", "the scores are of different numbers of samples")
+    assert verdict_of(one, two) == ("unknown", "", "the scores use different numbers of samples")
     [gap] = compare_runs([one, two]).gaps
     assert gap.title == "valid bleu (100 and 800 samples)"
     assert compare_runs([one, *measured_on(100, made("B", bleu=[1.0]))]).gaps[0].title == "valid bleu (100 samples)"

@@ -83,7 +83,7 @@ def test_a_picture_is_saved_in_the_format_of_its_suffix(tmp_path: Path) -> None:
     assert plot.save(tmp_path / "loss.svg").read_text() == plot._repr_svg_()
     with Image.open(plot.save(tmp_path / "loss.PNG")) as picture:
         assert picture.format == "PNG"
-    with pytest.raises(Mistake, match=r"loss\.pdf': the name of a picture must end in \.svg or \.png$"):
+    with pytest.raises(Mistake, match=r"loss\.pdf': the file name must end in \.svg or \.png$"):
         plot.save(tmp_path / "loss.pdf")
 
 

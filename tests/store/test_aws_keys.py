@@ -202,10 +202,10 @@ def test_machines_get_the_keys_of_a_profile_and_not_its_name(account: Account, m
     assert not {"AWS_PROFILE", "AWS_CONFIG_FILE", "AWS_SHARED_CREDENTIALS_FILE"} & {*names}
     passed = values_of(names)
     assert (passed["AWS_ACCESS_KEY_ID"], passed["AWS_SESSION_TOKEN"]) == ("AKDIUX", "")
-    assert passed_keys(names) == "machines open the store with the present keys of the AWS profile diux"
+    assert passed_keys(names) == "machines open the store with the current keys of the AWS profile diux"
     monkeypatch.setenv("AWS_PROFILE", "sso")
     assert values_of(names)["AWS_SESSION_TOKEN"] == "token-1"
-    assert re.search(r"profile sso; these end at 20.* UTC, and machines cannot renew", passed_keys(names) or "")
+    assert re.search(r"profile sso; the keys expire at 20.* UTC, and machines cannot renew", passed_keys(names) or "")
     assert passed_variables((), "/data/store") == ()
 
 

@@ -76,7 +76,7 @@ def test_a_machine_with_a_role_needs_no_keys(moto_server: S3Server, monkeypatch:
 @pytest.mark.usefixtures("no_aws")
 def test_an_access_key_without_its_secret_is_refused_and_vice_versa(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("AWS_SECRET_ACCESS_KEY", "canary")
-    with pytest.raises(Mistake, match="set AWS_ACCESS_KEY_ID too") as caught:
+    with pytest.raises(Mistake, match="also set AWS_ACCESS_KEY_ID") as caught:
         open_store("s3://bucket")
     assert "canary" not in str(caught.value)
 

@@ -81,10 +81,11 @@ def test_a_half_written_error_is_ignored(tmp_path: Path) -> None:
 def test_the_cache_directory_follows_the_environment(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("PACKTRAIN_CACHE", raising=False)
     monkeypatch.delenv("XDG_CACHE_HOME", raising=False)
-    monkeypatch.setenv("HOME", "/home/somebody")
-    assert cache_directory() == Path("/home/somebody/.cache/packtrain")
-    monkeypatch.setenv("XDG_CACHE_HOME", "/cache")
-    assert cache_directory() == Path("/cache/packtrain")
+    monkeypatch.setenv("HOME", str(tmp_path / "home"))
+    (tmp_path / "home").mkdir()
+    assert cache_directory() == tmp_path / "home" / ".cache" / "packtrain"
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "xdg"))
+    assert cache_directory() == tmp_path / "xdg" / "packtrain"
     monkeypatch.setenv("PACKTRAIN_CACHE", str(tmp_path))
     assert cache_directory() == tmp_path
 

@@ -132,7 +132,7 @@ def naming_stores_nearby(store: Store, name: str | None) -> Iterator[None]:
                     run = open_run(other, name)
             if run is not None:
                 option = f"--store {shlex.quote(other.url)}"
-                raise NotFound(f"{error}; {run.name} is in another store: add {option}") from None
+                raise NotFound(f"{error}; {run.name} is in another store; add {option}") from None
         raise
 
 

@@ -71,7 +71,9 @@ def evaluate(
     predictions: Annotated[
         Path | None,
         typer.Option(
-            "--predictions", metavar="FILE", help="Write each sample with its prediction and scores: one JSON a line."
+            "--predictions",
+            metavar="FILE",
+            help="Write one JSON object per line: each sample with its prediction and scores.",
         ),
     ] = None,
     trust_code: TrustOption = False,

@@ -51,12 +51,12 @@ def export(
             "--tolerance",
             metavar="NUMBER",
             min=0.0,
-            help="How much worse than in torch the model may score. Default: the recipe's.",
+            help="Largest allowed drop in score against torch. Default: the recipe's.",
         ),
     ] = None,
     samples: Annotated[
         int,
-        typer.Option("--samples", metavar="N", min=1, help="Compare the two on at most this many validation samples."),
+        typer.Option("--samples", metavar="N", min=1, help="Maximum validation samples for the comparison."),
     ] = 1000,
     license_name: Annotated[
         str | None, typer.Option("--license", metavar="NAME", help="For the model card, such as apache-2.0.")

@@ -44,7 +44,7 @@ def plan(
         ),
     ] = None,
     length: Annotated[
-        float | None, typer.Option(metavar="TOKENS", min=1.0, max=1e6, help="Mean length of a target in --samples.")
+        float | None, typer.Option(metavar="TOKENS", min=1.0, max=1e6, help="Mean target length, for --samples.")
     ] = None,
     link: Annotated[
         str | None, typer.Option(metavar="SPEED", help='Speed of the machines\' network, e.g. "10 Gbit/s".')

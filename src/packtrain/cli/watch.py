@@ -182,7 +182,7 @@ def _head(view: RunView, trouble: str, width: int) -> Lines:
     if trouble:
         lines.append(Text(harmless(trouble), "yellow"))
     elif one.state == "interrupted":
-        lines.append(Text("no machine is working on it; it continues when it is resumed", "yellow"))
+        lines.append(Text("no machine is working on this run; resume it to continue", "yellow"))
     elif not view.is_complete:
         lines.append(Text("reading the history of the run ...", "dim"))
     return lines

@@ -296,10 +296,10 @@ def passed_keys(variables: Sequence[str]) -> str | None:
     if sdk is None:
         return None
     sdk.now()  # before that the SDK may not know when they end
-    line = f"machines open the store with the present keys of {sdk.title}"
+    line = f"machines open the store with the current keys of {sdk.title}"
     if sdk.expires is None:
         return line
-    return f"{line}; these end at {sdk.expires:%Y-%m-%d %H:%M} UTC, and machines cannot renew them"
+    return f"{line}; the keys expire at {sdk.expires:%Y-%m-%d %H:%M} UTC, and machines cannot renew them"
 
 
 def _sdk_for(variables: Sequence[str]) -> SdkKeys | None:

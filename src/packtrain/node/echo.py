@@ -29,7 +29,7 @@ class OutputEcho:
         text = line.labeled
         self._bytes_left -= len(text) + 1
         if self._bytes_left <= 0:
-            text = f"the output of workers goes on in `packtrain logs {self._run}`; here it ends, since it is too long"
+            text = f"worker output is truncated here; see `packtrain logs {self._run}` for the rest"
         with suppress(Full):  # the store has every line
             self._waiting.put_nowait(text.replace("\n", "\\n"))
 

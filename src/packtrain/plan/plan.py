@@ -152,7 +152,7 @@ def _unseen(loaded: LoadedJob, request: PlanRequest) -> UnseenData | None:
     if unseen is not None:
         return unseen
     missing = next(path for path in paths if not is_address(path) and file_bytes(split_member(path)[0]) is None)
-    raise loaded.mistake("data", f"{missing} is not here; to plan without it, give its size, as in --samples 100000")
+    raise loaded.mistake("data", f"{missing} does not exist; to plan without it, pass its size: --samples 100000")
 
 
 def _sizes(
@@ -164,7 +164,7 @@ def _sizes(
     if unseen is not None:
         model = built_in_model(job, job.data.vocabulary, unseen.classes)
         if model is None:
-            raise Mistake(f"plan needs the data of your own recipe {job.recipe}, to build its model")
+            raise Mistake(f"plan needs the data of the custom recipe {job.recipe}, to build its model")
         return unseen.size, model, None, None
     if find_spec("torch") is None:
         raise Mistake(f"plan builds the job's model, which needs torch; run `{install_command('train')}`")
@@ -304,7 +304,7 @@ class _Speeds:
         if in_table:
             return self._from_table(counts)
         if self._recipe is None:
-            return self._from_table(counts, ["the speed was not measured, which takes the data"])
+            return self._from_table(counts, ["speed not measured: measuring needs the data"])
         return self._here(counts)
 
     def _workers(self, gpus: int) -> int:

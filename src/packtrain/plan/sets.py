@@ -82,7 +82,7 @@ def said_data(job: Job, samples: str, length: float | None) -> UnseenData:
     sources, words = job.data.train, [word.strip().lower() for word in samples.split(",")]
     weights = {source.weight for source in sources}
     if len(words) not in (1, len(sources)):
-        raise Mistake(f"--samples {samples}: has {len(words)} values, and data.train {len(sources)} sources")
+        raise Mistake(f"--samples {samples}: has {len(words)} values, but data.train has {len(sources)} sources")
     if len(words) < len(sources) and len(weights) > 1:
         example = ",".join(["100000"] * len(sources))
         raise Mistake(f"--samples {samples}: data.train is a mix with weights; give each source's, as in {example}")
@@ -96,7 +96,7 @@ def said_data(job: Job, samples: str, length: float | None) -> UnseenData:
         raise Mistake(f"--samples {samples}: is a set of {have}, and this job learns from {want}")
     notes = ["the size of the data is that of --samples; it was not read"]
     if not named:
-        notes.append("evaluations are not counted: --samples has the training samples only")
+        notes.append("evaluations are not included: --samples covers only training samples")
     if not _has_images(job) and length is None and not named:
         notes.append(f"targets of {DEFAULT_LENGTH:g} tokens are assumed; set --length")
     return _unseen(job, parts, sum(one[1] for one in named), sum(one[2] for one in named), notes)

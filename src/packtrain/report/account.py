@@ -200,7 +200,7 @@ def forecast(evidence: Evidence) -> Finding | None:
         worst = max(wrong, key=lambda row: abs(row.off))
         answer = (
             f"Not quite: {worst.what} was planned as {worst.expected_text} and was {worst.seen_text}"
-            f" ({worst.off:+.0%}); {len(rows) - len(wrong)} of {len(rows)} predictions were good enough."
+            f" ({worst.off:+.0%}); {len(rows) - len(wrong)} of {len(rows)} predictions were within tolerance."
         )
         verdict = "note"
     table = Rows(

@@ -528,7 +528,7 @@ def _judged(
     if not math.isfinite(gap):
         return None, "unknown", "a score is not a number"
     if base.counts.get(name) != other.counts.get(name):
-        return None, "unknown", "the scores are of different numbers of samples"
+        return None, "unknown", "the scores use different numbers of samples"
     if paired is not None:
         text = f"paired bootstrap on the same samples: p = {paired.p_value:.3f}"
         return None, "beyond noise" if paired.significant else "within noise", text

@@ -76,7 +76,7 @@ class Plot:
         target = Path(path)
         suffix = target.suffix.lower()
         if suffix not in (".svg", ".png"):
-            raise Mistake(f"{str(path)!r}: the name of a picture must end in .svg or .png")
+            raise Mistake(f"{str(path)!r}: the file name must end in .svg or .png")
         target.write_bytes(self.png() if suffix == ".png" else self.svg().encode())
         return target
 

@@ -44,7 +44,7 @@ class AwsKeys:
             return cls(access_key, secret_key, session_token)
         if access_key is not None or secret_key is not None:
             missing = "AWS_SECRET_ACCESS_KEY" if access_key else "AWS_ACCESS_KEY_ID"
-            raise Mistake(f"the keys for the store are incomplete; set {missing} too")
+            raise Mistake(f"the keys for the store are incomplete; also set {missing}")
         return None
 
 

@@ -83,7 +83,7 @@ class S3Service(BucketService):
         if keys is None and not service._has_role(environment):
             raise NoKeys(
                 "no keys for the store; set AWS_PROFILE, or AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY "
-                "(`aws configure export-credentials --profile NAME --format env` prints those of a profile)"
+                "(`aws configure export-credentials --profile NAME --format env` prints a profile's keys)"
             )
         return service
 

@@ -76,7 +76,7 @@ def launch_checks(settings: AwsSettings, store: Store | None) -> Iterator[Check]
         yield from _quota_checks(region, settings, place)
     if store is not None:
         reaches = partial(check_store, store, settings.mounts)
-        yield tried(place, "store", reaches, lambda _: f"{store.url} is one that machines can use, with their role")[0]
+        yield tried(place, "store", reaches, lambda _: f"{store.url} can be used by machines, with their role")[0]
     yield _dry_runs(region, settings, image, place)
     yield from _policy_checks(region, settings, store, caller, place)
     yield tried(place, "leftovers", lambda: region.resources(None), _left_words)[0]

@@ -347,7 +347,7 @@ def _create(cluster: Cluster, document: Document, run: Run, say: Say) -> None:
         if not metadata.get("deletionTimestamp"):
             cluster.delete(JOBS, name, propagationPolicy="Foreground")
         if not backoff.wait():
-            raise PacktrainError(f"the former Job {name} is still there; run `{run.command('down')}`")
+            raise PacktrainError(f"the previous Job {name} is still there; run `{run.command('down')}`")
 
 
 def _machines(cluster: Cluster, run: Run) -> list[Machine]:
