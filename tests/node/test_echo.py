@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import re
 import threading
 from pathlib import Path
@@ -14,6 +15,7 @@ from packtrain.node.echo import OutputEcho
 from packtrain.pack.build import PlainProgress
 from packtrain.run.records import LogLine
 from packtrain.start import create, load
+from packtrain.system import say
 from parts.sandbox import make_sandbox
 
 
@@ -59,6 +61,21 @@ def test_a_reader_that_is_stuck_does_not_hold_the_node_up(monkeypatch: pytest.Mo
     printer.close()
     assert printed[0] == "[rank 0] 0"
     assert len(printed) < 20_000
+
+
+def test_half_of_a_pipe_stays_free_for_the_lines_of_the_node(monkeypatch: pytest.MonkeyPatch) -> None:
+    read, write = os.pipe()
+    with os.fdopen(write, "w", encoding="utf-8") as unread:
+        monkeypatch.setattr("sys.stdout", unread)
+        printer = OutputEcho("job-1")
+        for number in range(500):
+            printer.add(a_line(f"{number:1000}"))
+        say("x" * 20_000)  # nobody reads, and it returns
+        printer.close()
+    with os.fdopen(read, encoding="utf-8") as text:
+        lines = text.read().splitlines()
+    assert "x" * 20_000 in lines
+    assert 10 < len(lines) < 100
 
 
 def test_each_node_prints_what_its_workers_write_and_the_first_one_the_steps(
