@@ -206,7 +206,24 @@ def test_machines_get_the_keys_of_a_profile_and_not_its_name(account: Account, m
     monkeypatch.setenv("AWS_PROFILE", "sso")
     assert values_of(names)["AWS_SESSION_TOKEN"] == "token-1"
     assert re.search(r"profile sso; the keys expire at 20.* UTC, and machines cannot renew", passed_keys(names) or "")
+    monkeypatch.setenv("AWS_ACCESS_KEY_ID", "")  # as containers have it
+    monkeypatch.setenv("AWS_SESSION_TOKEN", "of other keys")
+    passed = values_of(passed_variables((), "s3://b"))
+    assert (passed["AWS_ACCESS_KEY_ID"], passed["AWS_SESSION_TOKEN"]) == ("AKIA2", "token-2")
     assert passed_variables((), "/data/store") == ()
+
+
+def test_the_role_of_this_machine_is_not_passed_to_others_as_keys(
+    account: Account, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from botocore.credentials import Credentials, InstanceMetadataProvider
+
+    (account.folder / "config").write_text("[default]\nregion = eu-west-1\n")
+    role = Credentials("ASIAROLE", "canary", "token", method="iam-role")
+    monkeypatch.setattr(InstanceMetadataProvider, "load", lambda _: role)
+    names = passed_variables((), "s3://b")
+    assert "AWS_ACCESS_KEY_ID" not in names
+    assert passed_keys(names) is None
 
 
 def test_pods_get_the_server_and_the_region_of_a_profile_and_no_key(

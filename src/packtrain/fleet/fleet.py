@@ -281,12 +281,15 @@ def passed_variables(environment: Sequence[str], store: str) -> tuple[str, ...]:
 def values_of(variables: Sequence[str]) -> dict[str, str]:
     """Return the variables' values. Instead of a profile, which is this machine's own, others get its present keys."""
     values: dict[str, str | None] = {}
+    keys: dict[str, str | None] = {}
     if {"AWS_REGION", KEY_VARIABLES[0]} & {*variables} and (sdk := _sdk_for(variables)) is not None:
         values = {"AWS_REGION": sdk.region, "AWS_ENDPOINT_URL_S3": sdk.endpoint}
         if KEY_VARIABLES[0] in variables:
-            keys = sdk.now()
-            values |= zip(KEY_VARIABLES, (keys.access_key, keys.secret_key, keys.session_token), strict=True)
+            found = sdk.now()
+            keys = dict(zip(KEY_VARIABLES, (found.access_key, found.secret_key, found.session_token), strict=True))
+    # The environment has no whole pair of keys then; a token that is left in it belongs to other keys.
     values |= {name: os.environ[name] for name in variables if name in os.environ}
+    values |= keys
     return {name: values[name] or "" for name in variables if name in values}
 
 

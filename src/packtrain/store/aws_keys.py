@@ -28,6 +28,7 @@ DEFAULT_REGION = "us-east-1"
 KEY_VARIABLES = ("AWS_ACCESS_KEY_ID", "AWS_SECRET_ACCESS_KEY", "AWS_SESSION_TOKEN")
 # What these name is on this machine, and perhaps on no other.
 PROFILE_VARIABLES = ("AWS_PROFILE", "AWS_DEFAULT_PROFILE", "AWS_SHARED_CREDENTIALS_FILE", "AWS_CONFIG_FILE")
+_ROLES = ("iam-role", "container-role")  # of the machine itself: obstore finds them, as any other machine finds its own
 _FILES = {"AWS_SHARED_CREDENTIALS_FILE": ".aws/credentials", "AWS_CONFIG_FILE": ".aws/config"}
 
 
@@ -136,7 +137,9 @@ def _sdk_keys(profile: str | None, _environment: frozenset[tuple[str, str]]) -> 
         raise Mistake(f"AWS_PROFILE: no profile {profile}; `aws configure list-profiles` lists them") from None
     except BotoCoreError as error:
         raise NoKeys(_no_keys(profile, error)) from None
-    return None if credentials is None else SdkKeys(profile, session, credentials)
+    if credentials is None or (profile is None and credentials.method in _ROLES):
+        return None
+    return SdkKeys(profile, session, credentials)
 
 
 def _title(profile: str | None) -> str:
