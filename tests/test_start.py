@@ -10,6 +10,7 @@ from typer.testing import CliRunner
 from pack.pictures import photo, saved
 from packtrain.cli import app
 from packtrain.errors import Mistake
+from packtrain.fleet import Machine
 from packtrain.pack.build import PlainProgress
 from packtrain.run import liveness
 from packtrain.run.checkpoint import commit
@@ -189,6 +190,20 @@ def test_a_run_whose_fleet_refuses_to_start_has_failed(directory_store: Store) -
     result = run.result()
     assert result is not None
     assert (result.status, result.reason[:32]) == ("failed", "could not start: a Slurm job can")
+
+
+@pytest.mark.parametrize("is_over", [False, True])
+def test_a_launch_that_fails_does_not_end_a_run_whose_machines_may_come_back(
+    directory_store: Store, monkeypatch: pytest.MonkeyPatch, is_over: bool
+) -> None:
+    run = new_run(directory_store, program_job(fleet={"slurm": {}}))
+    run.record_launch(FleetLaunch(0.0, this_client(), {}))
+    run.renew(a_lease("a", left=True, used_seconds=60.0))
+    requeued = [Machine("node-1", "PENDING", is_over)]
+    monkeypatch.setattr("packtrain.fleet.slurm.SlurmFleet.list", lambda *_: requeued)
+    with pytest.raises(Mistake, match="cannot be tied to this command"):
+        start(run, tied=True)
+    assert (run.result() is None) != is_over
 
 
 def test_a_running_run_is_not_changed(directory_store: Store, monkeypatch: pytest.MonkeyPatch) -> None:

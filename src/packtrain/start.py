@@ -17,7 +17,7 @@ from typing import Any
 
 from packtrain.data.order import NO_SAMPLES, draws
 from packtrain.errors import FieldMistake, Mistake, PacktrainError
-from packtrain.fleet import LaunchPlan, StartedNode, fleet_of
+from packtrain.fleet import Fleet, LaunchPlan, StartedNode, fleet_of
 from packtrain.fleet.fleet import JOIN_SECONDS, Say, passed_keys
 from packtrain.fork import CheckpointName, Inheritance, check_parent, find_parent, inherit, read_name
 from packtrain.identity import install_command
@@ -397,6 +397,7 @@ def start(run: Run, tied: bool, say: Say = print_line, *, is_last_try: bool = Tr
         return fleet.start(run, plans, tied, say)
     except BaseException as error:
         with suppress(PacktrainError):
+            is_last_try = is_last_try and not _has_earlier_machines(fleet, run)
             if isinstance(error, KeyboardInterrupt):
                 fail_launch(run, "stopped", "stopped by user (Ctrl-C) before it started", is_last_try=is_last_try)
             else:
@@ -405,6 +406,16 @@ def start(run: Run, tied: bool, say: Say = print_line, *, is_last_try: bool = Tr
         if isinstance(error, Mistake):
             raise Mistake(f"{error}; then run `{run.command('resume')}`") from None
         raise
+
+
+def _has_earlier_machines(fleet: Fleet, run: Run) -> bool:
+    """True if machines of an earlier launch may come back by themselves, such as a job that was requeued."""
+    if len(run.launches()) == 1:
+        return False
+    try:
+        return any(not machine.is_over for machine in fleet.list(run))
+    except PacktrainError:
+        return True
 
 
 def _record_launch(run: Run) -> None:
