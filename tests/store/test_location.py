@@ -58,7 +58,7 @@ def test_a_variable_names_the_default_store(project: Path, monkeypatch: pytest.M
 
 def test_a_store_of_another_user_above_is_not_the_default(project: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("os.getuid", lambda: project.stat().st_uid + 1)
-    assert default_store() == "./store"
+    assert (default_store(), stores_nearby()) == ("./store", [])
 
 
 def test_a_directory_that_is_gone_has_no_stores_above(project: Path) -> None:

@@ -39,8 +39,7 @@ def default_store() -> str:
     with suppress(OSError):  # the current directory was removed, or one above it cannot be read
         if not Path("store").exists():
             for directory in Path.cwd().parents:
-                mark = directory / "store" / IDENTITY
-                if os.access(mark, os.R_OK) and mark.stat().st_uid == os.getuid():
+                if _is_own(mark := directory / "store" / IDENTITY):
                     return str(mark.parent)
     return "./store"
 
@@ -58,8 +57,13 @@ def stores_nearby() -> list[Store]:
         here = Path.cwd()
         marks = [directory / "store" / IDENTITY for directory in (here, *here.parents)]
         marks += sorted(here.glob(f"*/store/{IDENTITY}"))
-        return [DirectoryStore(mark.parent) for mark in marks if os.access(mark, os.R_OK)]
+        return [DirectoryStore(mark.parent) for mark in marks if _is_own(mark)]
     return []
+
+
+def _is_own(mark: Path) -> bool:
+    """True if this user has made the store with this file; a link may be anybody's."""
+    return os.access(mark, os.R_OK) and {mark.lstat().st_uid, mark.parent.lstat().st_uid} == {os.getuid()}
 
 
 def open_store(
