@@ -11,6 +11,8 @@ unexport PYTHONDONTWRITEBYTECODE
 PIP := PIP_CONSTRAINT=$(CONSTRAINTS) $(BIN)/python -m pip install --quiet --no-compile
 # Tests wait for processes now and then: four more than there are cores.
 PYTEST := $(BIN)/python -m pytest -n $(shell echo $$(($$(nproc) + 4))) --no-loadscope-reorder
+# Never a store of the same name above this directory.
+HERE := --store ./store
 NEW := "Open the file in a new window." "The password is not valid." "Show all packages that need to be updated."
 
 # Leaves an environment that is whole alone: pip's RECORD is the last file that venv writes.
@@ -37,12 +39,12 @@ export MAKE_ENVIRONMENT
 
 # A second `make demo` continues the run of the first, or uses its model.
 demo: $(VENV)/train
-	@$(BIN)/packtrain show en-de >/dev/null 2>&1; \
-	if [ $$? -eq 102 ]; then $(BIN)/packtrain run examples/translate.yaml; else $(BIN)/packtrain resume en-de; fi
+	@$(BIN)/packtrain show en-de $(HERE) >/dev/null 2>&1; \
+	if [ $$? -eq 102 ]; then $(BIN)/packtrain run examples/translate.yaml; else $(BIN)/packtrain resume en-de $(HERE); fi
 	@echo
 	@for sentence in $(NEW); do echo "  $$sentence"; done
 	@echo "in German, by the model that was just trained:"
-	@$(BIN)/packtrain predict en-de $(NEW) | sed 's/^/  /'
+	@$(BIN)/packtrain predict en-de $(HERE) $(NEW) | sed 's/^/  /'
 
 quick: $(VENV)/test
 	$(PYTEST) -m quick $(PYTEST_OPTIONS)
@@ -104,6 +106,6 @@ environment:
 
 # The store stays: it has the runs. A node that still works uses the environment.
 clean:
-	@[ "$$($(BIN)/packtrain ls --state running --json 2>/dev/null || echo [])" = [] ] || { \
+	@[ "$$($(BIN)/packtrain ls --state running --state waiting --json $(HERE) 2>/dev/null || echo [])" = [] ] || { \
 	  echo "a run in ./store uses $(VENV); stop it first: $(BIN)/packtrain stop"; exit 1; }
 	rm -rf $(VENV) .venv-lowest .mypy_cache .pytest_cache .ruff_cache
