@@ -14,11 +14,13 @@ from packtrain.errors import Mistake
 from packtrain.store import StoreError
 from packtrain.store.errors import explained
 from packtrain.system import (
+    COMPILED,
     FileLock,
     cache_directory,
     expanded,
     in_home,
     keep_compiled_code,
+    machine_id,
     readable_cache,
     state_directory,
     to_type,
@@ -234,7 +236,7 @@ def test_torch_keeps_what_it_compiles_in_the_cache_unless_the_user_says_where(mo
     assert os.environ["TORCHINDUCTOR_CACHE_DIR"] == "/scratch"
     monkeypatch.delenv("TORCHINDUCTOR_CACHE_DIR")
     keep_compiled_code()
-    assert Path(os.environ["TORCHINDUCTOR_CACHE_DIR"]).parent == cache_directory()
+    assert Path(os.environ["TORCHINDUCTOR_CACHE_DIR"]) == cache_directory() / COMPILED / machine_id()
 
 
 def test_a_full_disk_names_the_variable_that_moves_what_is_on_it(

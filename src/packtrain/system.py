@@ -203,7 +203,7 @@ def keep_compiled_code() -> None:
     It creates that directory as soon as it is imported, and fails for a user without a name.
     """
     with suppress(Mistake):  # who needs the cache says so
-        os.environ.setdefault("TORCHINDUCTOR_CACHE_DIR", str(_cache_path() / COMPILED))
+        os.environ.setdefault("TORCHINDUCTOR_CACHE_DIR", str(_cache_path() / COMPILED / machine_id()))
 
 
 def readable_cache() -> Path:

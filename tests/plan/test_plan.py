@@ -232,7 +232,7 @@ def test_sizes_may_be_given_instead_of_data(tmp_path: Path) -> None:
     assert (work["samples"], work["valid_samples"]) == (1_281_167, 0)
     assert work["units_per_step"] / work["samples_per_step"] == pytest.approx(27)
     assert work["steps_per_epoch"] == pytest.approx(1_281_167 * 27 / 64)
-    assert any("--samples has the training samples only" in note for note in made["notes"])
+    assert any("--samples covers only training samples" in note for note in made["notes"])
     named = json.loads(plan(str(path), "--device", "t4", "--samples", "WMT14-en-de", "--json").stdout)["workload"]
     assert (named["samples"], named["valid_samples"], named["test_samples"]) == (4_562_102, 3_000, 3_003)
     mix = write_job(tmp_path, data={"train": [{"bitext": [name, name]} for name in "abc"], "vocabulary": 32000})

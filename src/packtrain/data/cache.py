@@ -241,8 +241,9 @@ class FileCache:
         for path in self._directory.glob("*.lock"):
             with suppress(BlockingIOError), FileLock(path, wait=False) as lock:
                 is_old = time.time() - self._last_use(path.stem) > _FORGOTTEN_SECONDS
-                paths = [Path(line.split(" ", _NUMBERS)[-1]) for line in _remembered(lock)]
-                is_needed = path.with_suffix("").exists() or (not is_old and any(one.exists() for one in paths))
+                paths = [line.split(" ", _NUMBERS)[-1] for line in _remembered(lock)]
+                # Not by Path, which raises an error where a mount has gone.
+                is_needed = path.with_suffix("").exists() or (not is_old and any(map(os.path.exists, paths)))
                 if not is_needed:
                     path.unlink()
 

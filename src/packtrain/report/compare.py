@@ -527,11 +527,12 @@ def _judged(
         return None, "unknown", fault
     if not math.isfinite(gap):
         return None, "unknown", "a score is not a number"
-    if base.counts.get(name) != other.counts.get(name):
-        return None, "unknown", "the scores use different numbers of samples"
     if paired is not None:
         text = f"paired bootstrap on the same samples: p = {paired.p_value:.3f}"
         return None, "beyond noise" if paired.significant else "within noise", text
+    counts = {run.counts[name] for run in (base, other) if name in run.counts}
+    if len(counts) > 1:
+        return None, "unknown", "the scores use different numbers of samples"
     if _without_seed(base) == _without_seed(other):
         return None, "within noise", "the jobs differ in nothing that decides a score but the seed"
     if seeds is not None and seeds.freedom > 1:
