@@ -484,7 +484,7 @@ def edited_since(run: Run, overrides: Sequence[str] = ()) -> str | None:
     try:
         edited = set() if text_of(directory / source.file) == source.text else {source.file}
         if run.job.has_own_code:
-            here = snapshot(directory / run.job.code).archive
+            here = snapshot(directory / run.job.code, run.job.program or ()).archive
             stored, current = ({file.name: file for file in files_of(data)} for data in (run.code, here))
             edited |= {name for name in stored | current if stored.get(name) != current.get(name)}
     except (Mistake, OSError):  # moved, or too large by now
@@ -607,7 +607,7 @@ def _code(loaded: LoadedJob) -> CodeSnapshot:
         return CodeSnapshot(archive({"job.yaml": data}), {"job.yaml": len(data)}, {})
     if program is not None and (fault := _program_fault(loaded, program[command_of(program) :])) is not None:
         raise loaded.mistake("program", fault)
-    return snapshot(loaded.code)
+    return snapshot(loaded.code, program or ())
 
 
 def _program_fault(loaded: LoadedJob, words: Sequence[str]) -> str | None:

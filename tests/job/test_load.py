@@ -319,11 +319,19 @@ def test_a_secret_in_an_override_is_refused_too(directory: Path, field: str, tol
         "25000 tokens", "--eos-token=</s>", "--token-budget=4096", "--max-tokens 100", "s3://bucket/a:b/c",
         "http://host:8080/x", "0123456789abcdef0123456789abcdef01234567", "--password=$PASSWORD", "task-" + "a" * 30,
         "--password-file=x", "https://host/a@b", "train.en", "--sort-key=length", "Bearer $TOKEN", "bearer of news",
-        "--s3-key=raw/train.tar",
+        "--s3-key=raw/train.tar", "--key image", "--key=columns.text2", "-p 10", "-p 0.5", "--pass 2", "-p float16", "-p a/b2c3d4",
     ],
 )  # fmt: skip
 def test_strings_that_are_no_secrets_are_accepted(text: str) -> None:
     assert not has_secret(text)
+
+
+@pytest.mark.parametrize("option", ["--key", "--pass", "-p", "--password", "--api-key"])
+def test_a_password_after_a_short_option_is_refused(directory: Path, option: str) -> None:
+    assert has_secret(f"train.py {option} hunter2hunter")
+    assert has_secret(f"train.py {option}=hunter2!")
+    words = f"name: a\nprogram: [train.py, '{option}', hunter2hunter]\n"
+    assert refusal(words) == f"a.yaml:2: program.2: {INLINE}"
 
 
 def test_names_that_only_resemble_secrets_are_accepted() -> None:
@@ -354,6 +362,24 @@ def test_names_that_only_resemble_secrets_are_accepted() -> None:
         (f'{{"Authorization": "Bearer {"a1" * 12}"}}', "an authorization header"),
         (f"curl -H 'Authorization: Basic {'a1' * 12}'", "an authorization header"),
         ("postgres://me:hunter" + "2@db.internal/x", "a password in a URL"),
+        (f'"SecretAccessKey": "{AWS_KEY}"', "an AWS secret key"),
+        (f"export AWS_SESSION_TOKEN={'aB3/' * 30}", "an AWS session token"),
+        (f'"SessionToken": "{"aB3/" * 30}"', "an AWS session token"),
+        ("machine api.wandb.ai login user password " + "0a1b2c3d" * 5, "a login"),
+        ("machine host\n  login me\n  password hunter" + "2", "a login"),
+        ("//registry.npmjs.org/:_authToken=" + "0a1b2c3d-" * 4, "a login"),
+        ('{"auths": {"ghcr.io": {"auth": "' + "bWU6aHVudGVyMg" + '=="}}}', "a login"),
+        ('{"username": "me", "key": "' + "0a1b2c3d" * 4 + '"}', "a login"),
+        ("sshpass -p hunter" + "2 ssh host", "a login"),
+        ("gsk_" + "aB3x" * 13, "an API key"),
+        ("dckr_pat_" + "aB3" * 9, "an API key"),
+        ("1234567890:AA" + "aB3" * 11, "an API key"),
+        ("WANDB_API_KEY=" + "0a1b2c3d4e" * 4, "a key or token next to its name"),
+        ("SL_API_KEY: " + "0a1b2c3d4e5f6789" * 4, "a key or token next to its name"),
+        ('os.environ["COMET_API_KEY"] = "' + "aB3dE5fG7hJ9kL1" * 2 + '"', "a key or token next to its name"),
+        ("neptune.init(api_token='" + "eyJhcGlfYWRkcmVzcyI6Im" * 3 + "9'", "a key or token next to its name"),
+        ('{"client_secret": "' + "GOC5PX-aB3dE5fG7hJ9kL1" + '"}', "a key or token next to its name"),
+        ("DB_PASSWORD=" + "k7Qz-93xYw_Lp2vN", "a key or token next to its name"),
     ],
 )
 def test_a_secret_in_code_is_named(text: str, kind: str) -> None:
@@ -370,6 +396,10 @@ def test_a_secret_in_code_is_named(text: str, kind: str) -> None:
         "postgres://user:password@host/x", "f'https://{user}:{password}@{host}'", "headers['Authorization'] = f'Bearer {token}'",
         "hf_token = os.environ['HF_TOKEN']", "git@github.com:me/x.git", "0123456789abcdef0123456789abcdef01234567",
         "data:image/png;base64,AKIA" + "iVBORw0KGgoAAAANSUhEUgAA", "https://host/x?sig=abc",
+        "api_key = os.environ['WANDB_API_KEY']", "api_key=settings.providers.openai.api_key2", "token = self.tokenizer_v2.next_token",
+        "API_KEY=your-api-key-goes-here", "password: correct horse battery staple", "docker_auth = optional_docker_auth_1()",
+        "token=0123456789012345", "the machine will login and ask for a password", '"key": "value"', "sort_key='column_name_number_1'",
+        "sha256:0123456789abcdef0123456789abcdef01234567", "api_key=AAAAAAAAAAAAAAAAAAAAAA1", "ssh_key_path=/home/me/.ssh/id_rsa1",
     ],
 )  # fmt: skip
 def test_ordinary_code_has_no_secret(text: str) -> None:

@@ -139,46 +139,88 @@ def test_a_deleted_file_that_git_still_knows_is_no_error(repository: Path, tmp_p
     assert kept(repository, tmp_path / "back").keys() == {"train.py"}
 
 
-@pytest.mark.parametrize(
-    "name",
-    [
-        ".env",
-        "deep/.env",
-        "host.pem",
-        "host.key",
-        "id_rsa",
-        "id_ed25519.pub",
-        ".ssh/config",
-        ".aws/credentials",
-        ".netrc",
-        ".envrc",
-        "prod.env",
-        ".git-credentials",
-        ".docker/config.json",
-        ".kube/config",
-        ".huggingface/token",
-        "service-account-1.json",
-        "secrets.yaml",
-        "HOST.PEM",
-        "key.ppk",
-        ".s3cfg",
-        ".pgpass",
-        ".boto",
-        ".vault-token",
-        "main.tfstate",
-        "office.ovpn",
-        "store.jks",
-        "passwords.kdbx",
-        ".bash_history",
-    ],
-)
+KEY_FILES = (
+    ".env", "deep/.env", ".env.production", "prod.env", ".envrc", ".netrc", "_netrc", ".authinfo.gpg", ".pgpass",
+    ".my.cnf", ".htpasswd", ".bash_history", ".psql_history", ".python_history", ".zsh_profile", "host.pem",
+    "HOST.PEM", "host.key", "AuthKey.p8", "store.p12", "store.pfx", "key.ppk", "store.jks", "debug.keystore",
+    "backup.gpg", "id.age", "passwords.kdbx", "user.keytab", "office.ovpn", "office.rdp", "id_rsa", "id_ed25519.pub",
+    "deploy_rsa", "deploy-ed25519", ".ssh/config", ".aws/credentials", ".docker/config.json", ".dockercfg",
+    ".dockerconfigjson", ".kube/config", "kubeconfig", "kubeconfig.yaml", "prod.kubeconfig", ".huggingface/token",
+    "hf_token", "hf_token.txt", ".hf_token", ".kaggle/kaggle.json", "kaggle.json", ".databrickscfg",
+    ".databricks/token-cache.json", ".azure/msal_token_cache.json", ".gcloud/legacy",
+    "application_default_credentials.json", "service-account-1.json", "service_account.json",
+    "service_account_key.json", "client_secret_1.apps.json", "rootkey.csv", "new_user_credentials.csv", "dev_accessKeys.csv", ".oci/config",
+    ".bluemix/config.json", "apikey.json", ".softlayer", ".boto", ".s3cfg", ".passwd-s3fs", "rclone.conf",
+    "main.tfstate", "main.tfstate.backup", "prod.tfvars", ".terraformrc", ".terraform.d/credentials.tfrc.json",
+    ".vault-token", ".vault_pass", "vault_pass.txt", "vault.yml", ".git-credentials", ".gitcookies", ".npmrc",
+    ".yarnrc.yml", ".pypirc", "pip.conf", ".condarc", "NuGet.Config", "gradle.properties", "settings-security.xml",
+    ".ngc", ".snowsql", "sftp-config.json", "sftp.json", "filezilla.xml", "WebServers.xml", ".msmtprc",
+    "robomongo.json", "logins.json", "key4.db", "login.keychain-db", ".password-store/team.gpg", "database.yml",
+    "wp-config.php", "master.key", "heroku.json",
+)  # fmt: skip
+NAMED_AFTER_KEYS = (
+    "credentials", "credentials.json", "credentials.toml", "aws_credentials.csv", "secrets.yaml", "secrets.json",
+    "my-secrets.ini", "token", "token.json", "github_token.txt", "wandb_token", "slack-token.txt",
+    "tokens/token.bin", "api_key.txt", "apikeys.yaml", "openai-key.txt", "gcp-key.json", "sa-key.json",
+    "gcp_sa_key.json", "ssh_key", "deploy.key.txt", "access_keys.csv", "private_key",
+    "private-key.der", "password.txt", "passwords.csv", "passwd", "db_password.conf", "auth.json",
+    "oauth_creds.json", "wandb_key", "google-api-key.json", "signing_key.bin", "azure_key",
+)  # fmt: skip
+
+
 @pytest.mark.parametrize("tracked", [False, True], ids=["plain", "in git"])
-def test_files_that_may_hold_keys_are_left_out(tmp_path: Path, repository: Path, name: str, tracked: bool) -> None:
+def test_files_that_may_hold_keys_are_left_out(tmp_path: Path, repository: Path, tracked: bool) -> None:
     directory = repository if tracked else tmp_path / "plain"
-    write_files(directory, {"train.py": b"", name: b"CANARY"})
+    write_files(directory, {"train.py": b"", **dict.fromkeys(KEY_FILES, b"CANARY")})
     if tracked:
         subprocess.run(["git", "-C", directory, "add", "-f", "."], check=True)
     assert kept(directory, tmp_path / "back").keys() == {"train.py"}
+
+
+def test_files_named_after_keys_are_left_out_unless_git_tracks_them(tmp_path: Path, repository: Path) -> None:
+    for directory in (repository, tmp_path / "plain"):
+        write_files(directory, {"train.py": b"", **dict.fromkeys(NAMED_AFTER_KEYS, b"CANARY")})
+    assert kept(repository, tmp_path / "new").keys() == {"train.py"}  # nothing is added yet
+    assert kept(tmp_path / "plain", tmp_path / "back").keys() == {"train.py"}
+    subprocess.run(["git", "-C", repository, "add", "-f", "."], check=True)
+    assert kept(repository, tmp_path / "tracked").keys() == {"train.py", *NAMED_AFTER_KEYS}
+
+
+@pytest.mark.usefixtures("processes")
+def test_code_and_data_of_real_projects_are_not_taken_for_keys(tmp_path: Path) -> None:
+    names = (
+        "tokenizer.json", "special_tokens_map.json", "tokens.txt", "added_tokens.json", "vocab.txt", "train.key.py",
+        "keys.csv", "keyboard.json", "monkey.json", "authors.txt", "secret_santa.py", "token.py", "credentials.py",
+        "passwords.R", "answer_keys.csv", "passenger.csv", "environment.yml", "config.yaml", "conf/base.yaml",
+        "api-key.png", "hub.py",
+    )  # fmt: skip
+    write_files(tmp_path / "code", dict.fromkeys(names, b""))
+    assert kept(tmp_path / "code", tmp_path / "back").keys() == set(names)
+
+
+def test_in_a_repository_what_git_does_not_track_is_taken_if_it_is_source_or_named(
+    tmp_path: Path, repository: Path
+) -> None:
+    write_files(repository, {"train.py": b"", "new.py": b"", "run.sh": b"", "notes.txt": b"", "wg0.txt": b""})
+    write_files(repository, {"conf/a.yaml": b"", "conf/b.yaml": b"", "extra/c.json": b"", "sweep.yaml": b""})
+    subprocess.run(["git", "-C", repository, "add", "train.py"], check=True)
+    words = ["train.py", "--config=conf/a.yaml", "--with", "./extra/", "sweep.yaml"]
+    assert snapshot(repository, words).sizes.keys() == {
+        "train.py", "new.py", "run.sh", "conf/a.yaml", "extra/c.json", "sweep.yaml",
+    }  # fmt: skip
+    write_files(repository, {".packtrainignore": b"!notes.txt\n"})
+    taken = snapshot(repository, words)
+    assert "notes.txt" in taken.sizes
+    assert taken.left_out["wg0.txt"] == taken.left_out["conf/b.yaml"] == "not tracked by git, nor named in the job"
+
+
+@pytest.mark.usefixtures("processes")
+def test_a_file_that_is_no_secret_is_taken_if_the_directory_says_so(tmp_path: Path) -> None:
+    write_files(tmp_path, {"train.py": b"", "tests/fake.pem": b"", "auth.json": b"", "lib/hub.py": TOKEN.encode()})
+    write_files(tmp_path, {".packtrainignore": b"!tests/*.pem\n!auth.json\n!lib/hub.py\n"})
+    assert snapshot(tmp_path).sizes.keys() == {
+        ".packtrainignore", "train.py", "tests/fake.pem", "auth.json", "lib/hub.py",
+    }  # fmt: skip
 
 
 def test_hidden_folders_are_taken_only_if_git_tracks_them(tmp_path: Path, repository: Path) -> None:
@@ -239,7 +281,9 @@ TOKEN = "hf_" + "aB3" * 11 + "x"  # not a real one; in two parts, or the check w
 
 
 @pytest.mark.usefixtures("processes")
-@pytest.mark.parametrize("data", [f"token = '{TOKEN}'\n".encode(), b"\xff\xfe binary " + TOKEN.encode()])
+@pytest.mark.parametrize(
+    "data", [f"token = '{TOKEN}'\n".encode(), b"\x00\xff binary " + TOKEN.encode(), TOKEN.encode("utf-16")]
+)
 def test_a_file_with_a_secret_is_refused_with_its_kind_and_how_to_leave_it_out(tmp_path: Path, data: bytes) -> None:
     write_files(tmp_path, {"train.py": b"", "lib/hub.py": data})
     with pytest.raises(Mistake) as refused:

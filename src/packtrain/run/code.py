@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import codecs
 import hashlib
 import io
 import os
@@ -18,7 +19,7 @@ from pathlib import Path, PurePosixPath
 from typing import TYPE_CHECKING
 
 from packtrain.errors import Mistake, PacktrainError
-from packtrain.job.secrets import find_secret
+from packtrain.job.secrets import KEY_FOLDERS, find_secret, is_source, keeps_keys, suggests_keys
 from packtrain.store.base import IDENTITY
 from packtrain.system import FileLock, cache_directory
 from packtrain.units import counted, show_bytes
@@ -33,20 +34,9 @@ MAX_SNAPSHOT_BYTES = 4 * MAX_BYTES  # many small files take more space in a tar
 _MODE_BITS = 0o755  # what a snapshot keeps of a file's mode: nothing that differs with the umask of two machines
 _NOT_CODE_FOLDERS = {".git", ".packtrain", "__pycache__", "node_modules", ".venv", "venv"}
 _STORE_FOLDERS = {"runs", "packs", "files"}
-_KEY_FOLDERS = {
-    ".ssh", ".aws", ".azure", ".docker", ".gcloud", ".gnupg", ".huggingface", ".kube", ".terraform",
-}  # fmt: skip
-"""Folders that are left out even if git tracks them."""
-_SECRETS = (
-    ".env", ".env.*", "*.env", ".envrc", ".netrc", ".npmrc", ".pypirc", ".pgpass", ".boto", ".s3cfg", ".htpasswd",
-    ".git-credentials", ".vault-token", ".*_history", "credentials", "credentials.*", "id_rsa*", "id_dsa*", "id_ecdsa*",
-    "id_ed25519*", "secrets.env", "secrets.ini", "secrets.json", "secrets.toml", "secrets.yaml", "secrets.yml",
-    "service-account*.json", "service_account*.json", "*.pem", "*.key", "*.p12", "*.pfx", "*.ppk", "*.jks",
-    "*.keystore", "*.kdbx", "*.ovpn", "*.tfstate", "*.tfstate.*",
-)  # fmt: skip
-"""Names that may hold keys, in lower case; left out even if git tracks them."""
 # Why a file is left out.
 _KEYS, _NOT_CODE, _GONE, _BY_GITIGNORE = "may hold keys", "not code", "deleted", f"named in {GITIGNORE}"
+_UNTRACKED = "not tracked by git, nor named in the job"
 _NAMED = 3  # files that the summary names for each reason
 _LOCK, _TRIES = ".lock", 100
 _USED: dict[Path, FileLock] = {}  # directories with code that this process may import
@@ -73,15 +63,15 @@ class CodeSnapshot:
         return [*names[:_NAMED], f"{len(names) - _NAMED} more"] if len(names) > _NAMED else names
 
 
-def snapshot(directory: Path, max_bytes: int = MAX_BYTES) -> CodeSnapshot:
-    """Pack the files that no .gitignore names, with or without git, except those that may hold keys.
+def snapshot(directory: Path, words: Sequence[str] = (), max_bytes: int = MAX_BYTES) -> CodeSnapshot:
+    """Pack the files that git tracks, those that the job's command names in its `words`, and other source code.
 
-    Folders whose names start with a dot are left out unless git tracks a file in them: tools keep tokens there. A file
-    with a secret in its text is refused: a program may need the file. Stores are not code, whichever of them the job
-    uses, and even if the directory is one. The same files give the same bytes: names are sorted, owners and times
-    omitted.
+    Without git these are all files that no .gitignore names. Those that may hold keys are left out. Folders whose names
+    start with a dot are left out unless git tracks a file in them: tools keep tokens there. A file with a secret in its
+    text is refused: a program may need the file. Stores are not code, whichever of them the job uses, and even if the
+    directory is one. The same files give the same bytes: names are sorted, owners and times omitted.
     """
-    names, left_out = _candidates(directory)
+    names, left_out = _candidates(directory, words)
     sizes = {name: (directory / name).lstat().st_size for name in sorted(names)}
     if sum(sizes.values()) > max_bytes:
         raise Mistake(
@@ -90,12 +80,16 @@ def snapshot(directory: Path, max_bytes: int = MAX_BYTES) -> CodeSnapshot:
             f" or {IGNORE}"
         )
     files = {name: _read(directory / name) for name in sizes}
+    exceptions = _ignored(directory)
     for name, (data, _) in files.items():
-        secret = find_secret(data.decode("latin-1"))  # no encoding hides the ASCII of a token, except UTF-16
+        # No encoding hides the ASCII of a token, except UTF-16.
+        encoding = "utf-16" if data[:2] in (codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE) else "latin-1"
+        secret = None if _matches(name, exceptions.taken) else find_secret(data.decode(encoding, "replace"))
         if secret is not None:
             raise Mistake(
                 f"{directory / name}: contains {secret}, and code is copied into the store; read it from a variable"
-                f" that the job lists under `environment`, or name the file in {directory / IGNORE}"
+                f" that the job lists under `environment`, or name the file in {directory / IGNORE} (after a ! if it"
+                " is no secret)"
             )
     modes = {name: mode for name, (_, mode) in files.items()}
     return CodeSnapshot(archive({name: data for name, (data, _) in files.items()}, modes), sizes, left_out)
@@ -208,15 +202,15 @@ def remove_unpacked(directory: Path) -> bool:
     return not directory.exists()
 
 
-def _candidates(directory: Path) -> tuple[list[str], dict[str, str]]:
+def _candidates(directory: Path, words: Sequence[str]) -> tuple[list[str], dict[str, str]]:
     """Return the names of the files to take, and of what is left out with the reason."""
     left_out: dict[str, str] = {}
     names: list[str] = []
-    tracked, others = _git_files(directory, "--cached"), _git_files(directory, "--others", "--exclude-standard")
-    if tracked is None or others is None:
-        tracked, others = [], list(_walk(directory, left_out))
-    ignored, in_git = _ignored(directory), set(tracked)
-    for name in [*tracked, *others]:
+    tracked, untracked = _git_files(directory, "--cached"), _git_files(directory, "--others", "--exclude-standard")
+    if tracked is None or untracked is None:
+        tracked, untracked = [], list(_walk(directory, left_out))
+    exceptions, in_git, named = _ignored(directory), set(tracked), _paths_in(words)
+    for name in [*tracked, *untracked]:
         path, parents = PurePosixPath(name), [str(parent) for parent in PurePosixPath(name).parents][:-1]
         what, why = name, ""
         for folder in reversed(parents):  # the outermost folder that is left out stands for all files in it
@@ -224,8 +218,14 @@ def _candidates(directory: Path) -> tuple[list[str], dict[str, str]]:
             if why:
                 what = f"{folder}/"
                 break
-        why = why or _why_no_file(directory / name)
-        if not why and any(fnmatchcase(one, pattern) for pattern in ignored for one in (name, path.name, *parents)):
+        is_chosen = name in in_git or any(place in named for place in (name, *parents))
+        why = why or _why_no_file(directory / name, is_chosen)
+        # Nothing is added yet in a new repository, and in a folder that somebody's repository does not know.
+        if not why and tracked and not (is_chosen or is_source(path.name) or path.name in (IGNORE, GITIGNORE)):
+            why = _UNTRACKED
+        if why in (_KEYS, _UNTRACKED) and _matches(name, exceptions.taken):
+            why, what = "", name
+        if not why and _matches(name, exceptions.left_out):
             why = f"named in {IGNORE}"
         if why:
             left_out[what] = why
@@ -246,15 +246,15 @@ def _why_no_folder(path: Path, is_tracked: bool) -> str:
         return _NOT_CODE
     if path.name in _STORE_FOLDERS and _is_store(path.parent):  # the directory of the code is a store, too
         return _NOT_CODE
-    if path.name in _KEY_FOLDERS:
+    if path.name in KEY_FOLDERS:
         return _KEYS
     return "hidden, not tracked by git" if path.name.startswith(".") and not is_tracked else ""
 
 
-def _why_no_file(path: Path) -> str:
+def _why_no_file(path: Path, is_chosen: bool) -> str:
     if path.name == IDENTITY:
         return _NOT_CODE
-    if any(fnmatchcase(path.name.lower(), pattern) for pattern in _SECRETS):
+    if keeps_keys(path.name) or (not is_chosen and suggests_keys(path.name)):
         return _KEYS
     if path.is_symlink():
         return "a link"
@@ -263,15 +263,38 @@ def _why_no_file(path: Path) -> str:
     return "" if path.is_file() else "not a regular file"
 
 
-def _ignored(directory: Path) -> list[str]:
-    """Return the patterns of the directory's own list: names or paths with wildcards, one per line."""
+@dataclass(frozen=True)
+class _Exceptions:
+    """Patterns of the directory's own list: what to leave out, and after a `!` what is no secret."""
+
+    left_out: Sequence[str]
+    taken: Sequence[str]
+
+
+def _ignored(directory: Path) -> _Exceptions:
+    """Read the directory's own list: names or paths with wildcards, one per line."""
     try:
         lines = (directory / IGNORE).read_text("utf-8").splitlines()
     except FileNotFoundError:
-        return []
+        return _Exceptions((), ())
     except (OSError, ValueError) as error:
         raise Mistake(f"{directory / IGNORE}: cannot read it: {error}") from error
-    return [line.strip().strip("/") for line in lines if line.strip() and not line.startswith("#")]
+    patterns = [line.strip() for line in lines if line.strip() and not line.startswith("#")]
+    return _Exceptions(
+        [pattern.strip("/") for pattern in patterns if not pattern.startswith("!")],
+        [pattern[1:].strip("/") for pattern in patterns if pattern.startswith("!")],
+    )
+
+
+def _matches(name: str, patterns: Sequence[str]) -> bool:
+    path = PurePosixPath(name)
+    places = (name, path.name, *(str(parent) for parent in path.parents[:-1]))
+    return any(fnmatchcase(place, pattern) for pattern in patterns for place in places)
+
+
+def _paths_in(words: Sequence[str]) -> set[str]:
+    """Return the relative paths that a command may mean: `conf/a.yaml`, `--config=conf/a.yaml`, `conf/`."""
+    return {os.path.normpath(part) for word in words for part in (word, word.partition("=")[2]) if part}
 
 
 def _walk(directory: Path, left_out: dict[str, str]) -> Iterator[str]:
