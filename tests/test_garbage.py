@@ -4,25 +4,31 @@ from __future__ import annotations
 
 import os
 import time
+from collections.abc import Callable, Iterator
+from itertools import count
 from pathlib import Path
 
 import pytest
 
+from data.handmade import put_pack
 from packtrain import garbage
+from packtrain.copies import copy_run
 from packtrain.data.cache import FileCache
-from packtrain.errors import Mistake, PacktrainError
+from packtrain.errors import Mistake, NotFound, PacktrainError
 from packtrain.garbage import Unused, delete_from_store, delete_here, unused_here, unused_in_store
-from packtrain.pack.manifest import PackFile
+from packtrain.pack.manifest import PackFile, find_manifest, missing_files, pack_key, read_manifest
+from packtrain.run import uses
 from packtrain.run.code import archive, unpacked
-from packtrain.run.records import Discarding, JobSource, encode
-from packtrain.run.removal import remove_run
-from packtrain.run.run import create_run, run_names
+from packtrain.run.records import Discarding, JobSource, Result, encode
+from packtrain.run.removal import remove_run, rename_run
+from packtrain.run.run import Run, create_run, run_names
 from packtrain.run.uses import Uses, announced
 from packtrain.start import NewRun
 from packtrain.store import Store, open_store
 from packtrain.system import FileLock, this_client
 from parts.faulty import FaultyStore, Killed
 from parts.runs import new_run, program_job, recipe_job
+from test_copies import Quiet
 
 WEEK = 7 * 24 * 3600.0
 DIGEST = "a" * 64
@@ -121,6 +127,160 @@ def test_a_run_that_starts_during_the_deletion_of_its_pack_is_not_created(
     assert run_names(store) == ["job-1"]
 
 
+# Whoever needs a pack, and a deletion of it: one of them does everything before an operation of the other.
+
+
+class Crossing:
+    """A store with an old pack, an old file and half a copy that nothing uses, and somebody who comes to need them."""
+
+    def __init__(self, directory: Path) -> None:
+        self.store = open_store(str(directory / "store"), create=True)
+        self.pack = put_pack(self.store, [[1, 2], [3]], 1)
+        self.store.put(f"files/{DIGEST}", b"weights")
+        self.job = recipe_job(model={"size": "tiny", "weights": f"store:files/{DIGEST}"})
+        self.code = archive({"job.yaml": b""})
+
+    def give_up(self) -> None:
+        """Make everything old, and look what is unused."""
+        age(self.store, "")
+        self.unused = unused_in_store(self.store, WEEK)
+
+    def need(self, store: Store) -> None:
+        if missing_files(store, read_manifest(store, self.pack.name)):
+            raise NotFound("then it would be packed again")
+        NewRun(store, self.job, self.code, self.pack, JobSource("job.yaml", "")).create()
+
+    def delete(self, store: Store) -> None:
+        delete_from_store(store, self.unused, lambda _: None)
+
+    def runs_that_lack_something(self) -> list[str]:
+        lacking = []
+        for run in (Run(self.store, name) for name in run_names(self.store)):
+            manifest = find_manifest(self.store, self.pack.name)
+            is_whole = manifest is not None and missing_files(self.store, manifest) == []
+            has_files = self.store.exists(f"files/{DIGEST}") and self.store.exists(run.key("code.tar.zst"))
+            lacking += [] if is_whole and has_files else [run.name]
+        return lacking
+
+
+class NewCrossing(Crossing):
+    def __init__(self, directory: Path) -> None:
+        super().__init__(directory)
+        self.give_up()
+
+
+class CopyCrossing(Crossing):
+    """A killed client had copied everything but the run's job."""
+
+    def __init__(self, directory: Path) -> None:
+        super().__init__(directory)
+        elsewhere = open_store(str(directory / "elsewhere"), create=True)
+        self.run = create_run(elsewhere, self.job, self.code, put_pack(elsewhere, [[1, 2], [3]], 1).name)
+        elsewhere.put(f"files/{DIGEST}", b"weights")
+        self.run.finish(Result("finished", "reached 10 steps", 10, 1.0))
+        copy_run(self.run, self.store, Quiet())
+        self.store.delete("runs/job-1/job.json")
+        self.store.delete("runs/job-1/pack.txt")
+        self.give_up()
+
+    def need(self, store: Store) -> None:
+        copy_run(self.run, store, Quiet())
+
+
+class RenameCrossing(Crossing):
+    """What the run uses was unused when the deletion looked for it."""
+
+    def __init__(self, directory: Path) -> None:
+        super().__init__(directory)
+        self.give_up()
+        super().need(self.store)
+
+    def need(self, store: Store) -> None:
+        rename_run(store, "job-1", "renamed", lambda _: None)
+
+
+def crossings(
+    kind: type[Crossing],
+    directory: Path,
+    outer: Callable[[Crossing, Store], None],
+    inner: Callable[[Crossing, Store], None],
+) -> Iterator[tuple[str, Crossing, list[PacktrainError]]]:
+    """Do everything of one before each operation of the other, in a new store each time."""
+    for number in count():
+        crossing = kind(directory / str(number))
+        store, errors, met = FaultyStore(crossing.store), list[PacktrainError](), list[tuple[str, str]]()
+
+        def act(act: Callable[[Crossing, Store], None], store: Store) -> None:
+            try:
+                act(crossing, store)  # noqa: B023 - called in this turn of the loop
+            except PacktrainError as error:
+                errors.append(error)  # noqa: B023
+
+        def meet(operation: str, key: str) -> None:
+            if len(store.operations) == number + 1:  # noqa: B023
+                met.append((operation, key))  # noqa: B023
+                act(inner, crossing.store)  # noqa: B023
+
+        store.fault = meet
+        act(outer, store)
+        if not met:
+            return
+        yield f"before {met[0]}", crossing, errors
+
+
+KINDS = [NewCrossing, CopyCrossing, RenameCrossing]
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_run_has_all_it_needs_if_a_deletion_comes_at_any_moment_of_its_creation(
+    kind: type[Crossing], tmp_path: Path
+) -> None:
+    fates = []
+    for when, crossing, errors in crossings(kind, tmp_path, kind.need, kind.delete):
+        assert crossing.runs_that_lack_something() == [], when
+        fates.append((bool(errors), crossing.store.exists(pack_key(crossing.pack.name, "manifest.json"))))
+    assert (False, True) in fates, "the deletion spares what it sees in use"
+    assert kind is RenameCrossing or (True, False) in fates, "the run is refused"
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_run_has_all_it_needs_if_it_comes_at_any_moment_of_a_deletion(kind: type[Crossing], tmp_path: Path) -> None:
+    fates = []
+    for when, crossing, errors in crossings(kind, tmp_path, kind.delete, kind.need):
+        assert crossing.runs_that_lack_something() == [], when
+        fates.append(bool(errors))
+    assert {True, False} == set(fates)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_second_deletion_does_not_take_the_first_for_killed(kind: type[Crossing], tmp_path: Path) -> None:
+    def forget_and_need(crossing: Crossing, store: Store) -> None:
+        delete_from_store(store, [], lambda _: None)
+        crossing.need(store)
+
+    for when, crossing, _ in crossings(kind, tmp_path, kind.delete, forget_and_need):
+        assert crossing.runs_that_lack_something() == [], when
+
+
+def test_a_deletion_ends_when_another_machine_has_taken_it_for_killed(
+    store: Store, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It was suspended for a day."""
+    age(store, "")
+    faulty = FaultyStore(store)
+
+    def wake(operation: str, key: str) -> None:
+        if (operation, key) == ("delete", "packs/half-1/making/train-00000.safetensors.json"):
+            age(store, "discarding/")
+            monkeypatch.setattr(uses, "this_client", lambda: "you@there")
+            delete_from_store(store, [], pytest.fail)
+
+    faulty.fault = wake
+    with pytest.raises(PacktrainError, match="somebody took this deletion for killed; run it again"):
+        delete_from_store(faulty, unused_in_store(faulty, WEEK), pytest.fail)
+    assert store.exists("packs/left-1/manifest.json")
+
+
 def test_a_deletion_that_was_killed_is_done_by_the_next_one(store: Store) -> None:
     age(store, "")
     faulty = FaultyStore(store)
@@ -128,7 +288,7 @@ def test_a_deletion_that_was_killed_is_done_by_the_next_one(store: Store) -> Non
     with pytest.raises(Killed):
         delete_from_store(faulty, unused_in_store(faulty, WEEK), pytest.fail)
     assert [record.client for _, record in announced(store)] == [this_client()]
-    store.put("discarding/other.json", encode(Discarding(time.time(), "you@there", ("x",), ())))
+    store.put("discarding/other.json", encode(Discarding(time.time(), "you@there", ("x",), (), ())))
     delete_from_store(store, unused_in_store(store, WEEK), pytest.fail)
     assert [record.client for _, record in announced(store)] == ["you@there"], "that one may be alive"
     assert store.folders("packs/") == ["used-1"]

@@ -21,14 +21,14 @@ from threading import Lock, Semaphore
 from typing import Protocol
 
 from packtrain.errors import Mistake, NotFound, PacktrainError
-from packtrain.pack.manifest import find_manifest, pack_key
+from packtrain.pack.manifest import find_manifest, pack_key, require_uses
 from packtrain.run.checkpoint import committed, file_key, manifest_key
 from packtrain.run.inputs import GIVEN, given_keys
 from packtrain.run.liveness import state_of
 from packtrain.run.records import Lease, decode, encode
 from packtrain.run.run import Run
 from packtrain.run.trust import is_remembered, remember
-from packtrain.run.uses import refuse_discarded, uses_of
+from packtrain.run.uses import uses_of
 from packtrain.store import Store
 from packtrain.system import cache_directory, sha256_of
 
@@ -92,11 +92,18 @@ def copy_run(run: Run, destination: Store, progress: CopyProgress) -> CopySummar
         if run.job.recipe is not None:
             copier.pack(run.pack_name())
         copier.given(run)
-        copier.run(run, there)
+        copied = copier.run(run, there)
     # This person's own run stays theirs; nobody else's becomes it by a copy. Others may write to the destination, too:
     # what they have put there meanwhile is not what was copied.
     copy = Run(destination, run.name)
-    refuse_discarded(destination, uses_of(copy))  # the pack may have been there, with nothing that used it
+    try:
+        # What was there before had nothing that used it, and may be gone by now.
+        require_uses(destination, uses_of(copy))
+        if gone := copied - {entry.key for entry in destination.list(there.folder)}:
+            raise NotFound(f"{min(gone)} was deleted from {destination.url} at this moment; run the same command again")
+    except PacktrainError:
+        destination.delete(there.key("job.json"))
+        raise
     if is_own and copy.code_digest == run.code_digest:
         remember(copy)
     return summary
@@ -155,7 +162,8 @@ class _Copier:
         self._look(GIVEN)
         self._copy("files that the job names", [item for item in files if self._sizes.get(item.key) != item.size])
 
-    def run(self, run: Run, there: Run) -> None:
+    def run(self, run: Run, there: Run) -> set[str]:
+        """Copy what is in the run's folder; return the keys of all that is there now."""
         checkpoints = {
             manifest_key(run, one.name): [
                 _Item(file_key(run, one.name, file.name), file.bytes, file.sha256) for file in one.files
@@ -185,6 +193,7 @@ class _Copier:
         for key in surplus:
             self._destination.delete(key)
         self._destination.put(there.key("job.json"), run.job_data)
+        return wanted
 
     def _look(self, prefix: str) -> None:
         self._sizes = {entry.key: entry.size for entry in self._destination.list(prefix)}

@@ -21,14 +21,14 @@ from packtrain.run.code import remove_unpacked
 from packtrain.run.inputs import GIVEN
 from packtrain.run.liveness import store_time
 from packtrain.run.run import removed_run
-from packtrain.run.uses import Uses, all_uses, announced, discarding
+from packtrain.run.uses import Uses, all_uses, discarding, forget_killed
 from packtrain.store import Entry, Store
-from packtrain.system import COMPILED, FileLock, cache_directory, nodes_directory, this_client
+from packtrain.system import COMPILED, FileLock, cache_directory, nodes_directory
 from packtrain.units import show_seconds
 
 LEAST_SECONDS = 3600.0  # a pack that is being made gets a new object far more often
 REMOVED, FILE = "removed run", "file"
-PACKS = "packs/"
+PACKS, RUNS = "packs/", "runs/"
 _SCRATCH = ("copy-*", "deliver-*", "tmp*", "images/tmp*", "code/unpacking-*")  # of processes that were killed
 
 
@@ -55,8 +55,7 @@ def check_age(seconds: float) -> None:
 
 def unused_in_store(store: Store, older_seconds: float) -> list[Unused]:
     """Return packs and files that no run uses, and what killed commands left, each older than that."""
-    clock = store_time(store)
-    now = time.time() if clock is None else clock.timestamp()
+    now = _now(store)
     found = []
     for kind, name, entries in _candidates(store, all_uses(store)):
         age = now - max((entry.modified.timestamp() for entry in entries), default=now)
@@ -66,6 +65,11 @@ def unused_in_store(store: Store, older_seconds: float) -> list[Unused]:
     return found
 
 
+def _now(store: Store) -> float:
+    clock = store_time(store)
+    return time.time() if clock is None else clock.timestamp()
+
+
 def _candidates(store: Store, used: Uses) -> Iterator[tuple[str, str, list[Entry]]]:
     """Yield everything that nothing uses, of any age: its kind, its name and its objects."""
     for name in store.folders(PACKS):
@@ -73,7 +77,7 @@ def _candidates(store: Store, used: Uses) -> Iterator[tuple[str, str, list[Entry
             is_whole = store.exists(f"{PACKS}{name}/manifest.json")
             yield "pack" if is_whole else "unfinished pack", f"{PACKS}{name}", store.list(f"{PACKS}{name}")
     yield from ((FILE, entry.key, [entry]) for entry in store.list(GIVEN) if entry.key not in used.files)
-    for name in store.folders("runs/"):
+    for name in store.folders(RUNS):
         if is_name(name) and not store.exists(f"runs/{name}/job.json"):
             kind = "unfinished copy" if removed_run(store, name) is None else REMOVED
             yield kind, f"runs/{name}", store.list(f"runs/{name}")
@@ -85,24 +89,32 @@ def _candidates(store: Store, used: Uses) -> Iterator[tuple[str, str, list[Entry
 
 def delete_from_store(store: Store, found: Iterable[Unused], say: Callable[[str], None]) -> list[Unused]:
     """Delete what was found, unless something uses it by now; return what was deleted."""
-    _finish_killed(store)
+    forget_killed(store, _now(store))
     things = list(found)
-    packs = {one.name.removeprefix(PACKS) for one in things if one.name.startswith(PACKS)}
-    files = {one.name for one in things if one.kind == FILE}
+    packs, runs = (
+        frozenset(thing.name.removeprefix(folder) for thing in things if thing.name.startswith(folder))
+        for folder in (PACKS, RUNS)
+    )
+    files = frozenset(thing.name for thing in things if thing.kind == FILE)
     done = []
-    with discarding(store, Uses(frozenset(packs), frozenset(files))) as free:
-        for one in things:
-            in_use = one.name.startswith(PACKS) and one.name.removeprefix(PACKS) not in free.packs
-            if in_use or (one.kind == FILE and one.name not in free.files):
-                say(f"kept {one.name}: a run uses it now")
+    with discarding(store, Uses(packs, files, runs)) as free:
+        for thing in things:
+            deletable = free()
+            in_use = (
+                (thing.name.startswith(PACKS) and thing.name.removeprefix(PACKS) not in deletable.packs)
+                or (thing.name.startswith(RUNS) and thing.name.removeprefix(RUNS) not in deletable.runs)
+                or (thing.kind == FILE and thing.name not in deletable.files)
+            )
+            if in_use:
+                say(f"kept {thing.name}: a run uses it now")
             # Somebody may be making the same pack, or copying the same run, again.
-            elif one.kind != FILE and _listed(store, one) != sorted(one.entries, key=_key):
-                say(f"kept {one.name}: it is being written")
+            elif thing.kind != FILE and _listed(store, thing) != sorted(thing.entries, key=_key):
+                say(f"kept {thing.name}: it is being written")
             else:
                 # The manifest first: without it, there is no pack.
-                for key in sorted(map(_key, one.entries), key=lambda key: not key.endswith("/manifest.json")):
+                for key in sorted(map(_key, thing.entries), key=lambda key: not key.endswith("/manifest.json")):
                     store.delete(key)
-                done.append(one)
+                done.append(thing)
     return done
 
 
@@ -113,13 +125,6 @@ def _listed(store: Store, one: Unused) -> list[Entry]:
 
 def _key(entry: Entry) -> str:
     return entry.key
-
-
-def _finish_killed(store: Store) -> None:
-    """Forget deletions of this client that were killed; what they did not delete is found again."""
-    for key, record in announced(store):
-        if record.client == this_client() or time.time() - record.time > 24 * LEAST_SECONDS:
-            store.delete(key)
 
 
 # On this machine.

@@ -30,7 +30,7 @@ from packtrain.job.part import is_address
 from packtrain.node.deadline import seconds_left, used_up
 from packtrain.pack.build import PackProgress
 from packtrain.pack.fetch import local_copy, local_source
-from packtrain.pack.manifest import Manifest, find_manifest, missing_files, pack_key
+from packtrain.pack.manifest import Manifest, find_manifest, missing_files, pack_key, require_uses
 from packtrain.pack.packing import pack
 from packtrain.pack.workers import Processes, Workers
 from packtrain.recipes import Recipe, check_recipe, recipe_class, recipe_defaults
@@ -43,7 +43,7 @@ from packtrain.run.records import MAX_RECORD_BYTES, Event, FleetLaunch, JobSourc
 from packtrain.run.removal import remove_run
 from packtrain.run.run import Run, create_run, next_run, unnumbered_name
 from packtrain.run.trust import Accept, is_remembered, remember, require_trust
-from packtrain.run.uses import Uses, refuse_discarded
+from packtrain.run.uses import Uses
 from packtrain.store import NoKeys, Store, StoreError, open_store, unreachable_bucket
 from packtrain.system import cache_directory, expanded, sha256_of, this_client
 from packtrain.system import say as print_line
@@ -144,7 +144,7 @@ class NewRun:
         """Create the run; `say` gets a line about the weights of another run if they do not fit as a whole."""
         run = self.create_with(lambda: create_run(self.store, self.job, self.code, self.pack_name), say)
         try:
-            refuse_discarded(self.store, self.uses)
+            require_uses(self.store, self.uses)
         except PacktrainError:
             remove_run(run, lambda _: None)
             raise

@@ -184,7 +184,7 @@ def fuzzed(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Fuzzed]:
         claim = RenamedRun(now, "ada@laptop", "gone-2", Path(store.url, left.key("job.json")).stat().st_mtime)
         store.put(f"renamed/{left.name}.json", encode(claim))
         for name in ("a", "b"):  # one is left when `gc` takes the other, once it is damaged, for an old one
-            store.put(f"discarding/{name}.json", encode(Discarding(now, "ada@laptop", ("x",), ("files/y",))))
+            store.put(f"discarding/{name}.json", encode(Discarding(now, "ada@laptop", ("x",), ("files/y",), ("z",))))
         yield Fuzzed(ended, left)
 
 

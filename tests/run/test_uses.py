@@ -36,8 +36,9 @@ def test_a_run_uses_its_pack_and_the_files_that_its_job_names(any_store: Store) 
     listing = given(any_store, encode(InputListing("data", ())))
     other = new_run(any_store, program_job(inputs={"data": f"store:{listing}", "own": "/data"}))
     weights = run.job.model.options["weights"]
-    assert uses_of(run) == PACK | Uses(files=frozenset({str(weights).removeprefix("store:")}))
-    assert uses_of(other) == Uses(files=frozenset({listing}))
+    files = frozenset({str(weights).removeprefix("store:")})
+    assert uses_of(run) == PACK | Uses(files=files, runs=frozenset({run.name}))
+    assert uses_of(other) == Uses(files=frozenset({listing}), runs=frozenset({other.name}))
     assert all_uses(any_store) == uses_of(run) | uses_of(other)
 
 
@@ -55,10 +56,10 @@ def test_nothing_is_known_to_be_unused_if_a_run_cannot_be_read(directory_store: 
 
 def test_a_run_that_is_there_when_a_deletion_is_announced_keeps_what_it_uses(any_store: Store) -> None:
     with discarding(any_store, PACK | Uses(packs=frozenset({"pack-2"}))) as free:
-        assert free == PACK | Uses(packs=frozenset({"pack-2"}))
+        assert free() == PACK | Uses(packs=frozenset({"pack-2"}))
     a_run(any_store)
     with discarding(any_store, PACK | Uses(packs=frozenset({"pack-2"}))) as free:
-        assert free == Uses(packs=frozenset({"pack-2"}))
+        assert free() == Uses(packs=frozenset({"pack-2"}))
     assert announced(any_store) == []
 
 

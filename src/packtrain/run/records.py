@@ -533,12 +533,13 @@ class RenamedRun:
 
 @dataclass(frozen=True)
 class Discarding:
-    """A deletion by `packtrain gc` of what nothing uses: names of packs, and keys of files that jobs name."""
+    """A deletion by `packtrain gc` of what nothing uses: packs, files that jobs name, folders that are no runs."""
 
     time: Time
     client: Label
     packs: Many[str]
     files: Many[str]
+    runs: Many[str]
 
 
 @dataclass(frozen=True)

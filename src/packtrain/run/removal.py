@@ -18,12 +18,13 @@ from collections.abc import Callable, Iterable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 
-from packtrain.errors import Mistake, NotFound, quoted
+from packtrain.errors import Mistake, NotFound, PacktrainError, quoted
 from packtrain.job.part import is_name
 from packtrain.run.records import Lease, RemovedRun, RenamedRun, decode, encode
 from packtrain.run.run import Run, removed_key, removed_run, renamed_key, renamed_run, run_names, split_name
 from packtrain.run.sweeps import Sweep, sweep_of
 from packtrain.run.trust import forget, is_remembered, remember
+from packtrain.run.uses import refuse_discarded, uses_of
 from packtrain.store import Store
 from packtrain.system import this_client
 
@@ -89,10 +90,14 @@ def rename_run(store: Store, old: str, new: str, check: Check) -> Run:
             raise Mistake(f"{new} is the name of another run; choose another name")
     if store.exists(there.key("job.json")) and _launches(there) != launches:
         raise Mistake(f"{old} and {new} are copies of one run that both exist; remove one with `packtrain rm`")
-    _copy(run, there)
+    copied = _copy(run, there)
     try:
+        # A deletion that has listed the runs before there was a new name must find the old one.
+        refuse_discarded(store, uses_of(there))
+        if gone := copied - set(_keys(there)):
+            raise NotFound(f"{min(gone)} was deleted from {store.url} at this moment; run the same command again")
         _leave_name(run, RemovedRun(time.time(), this_client(), renamed_to=new), launches)
-    except Mistake:
+    except PacktrainError:
         _delete(store, [there.key("job.json"), *_keys(there), renamed_key(new)])
         raise
     if is_own:
@@ -146,7 +151,8 @@ def _leave_name(run: Run, record: RemovedRun, launches: set[str]) -> None:
         raise Mistake(f"{run.name} was resumed at this moment, and stays; stop it first: `packtrain stop {run.name}`")
 
 
-def _copy(run: Run, there: Run) -> None:
+def _copy(run: Run, there: Run) -> set[str]:
+    """Copy everything, the job last; return the keys of the copies."""
     store, own = run.store, run.key("job.json")
     known = {entry.key: entry.size for entry in store.list(there.folder)}
     sizes = {entry.key: entry.size for entry in store.list(run.folder)}
@@ -166,6 +172,7 @@ def _copy(run: Run, there: Run) -> None:
 
     _each(copy, targets)
     store.copy(own, there.key("job.json"))
+    return {*targets.values(), there.key("job.json")}
 
 
 def _delete(store: Store, keys: Iterable[str]) -> None:

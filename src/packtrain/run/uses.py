@@ -1,53 +1,61 @@
 """The packs and files that runs use, and how their deletion and a run that starts now keep out of each other's way.
 
-Whoever deletes puts a record under `discarding/` and then reads what runs use; whoever creates a run puts it and then
-reads those records. One of them sees the other, whatever the order: the first spares what is used, or the second starts
-no run.
+Whoever deletes puts a record under `discarding/` and then reads what runs use. Whoever creates, copies or renames a run
+puts it, then reads those records, and then looks whether all that it uses is still there (`require_uses` in
+pack/manifest.py). So they see each other, whatever the order: the deletion spares what is used, or the run sees the
+record, or it sees what a deletion that is over has deleted.
+
+A record goes only when its deletion has ended. It names a lock on its machine, so that the next deletion there knows
+which ones were killed.
 """
 
 from __future__ import annotations
 
 import time
 import uuid
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from pathlib import Path
 
 from packtrain.errors import PacktrainError
 from packtrain.job.part import is_name
 from packtrain.run.inputs import given_keys
 from packtrain.run.records import MAX_RECORD_BYTES, DamagedRecord, Discarding, decode, decode_name, encode
 from packtrain.run.run import Run
-from packtrain.store import Store
-from packtrain.system import this_client
+from packtrain.store import Entry, Store
+from packtrain.system import FileLock, cache_directory, this_client
 from packtrain.units import show_time
 
 _FOLDER = "discarding/"
+_FORGOTTEN_SECONDS = 24 * 3600.0  # after which a deletion of another machine counts as killed
 
 
 @dataclass(frozen=True)
 class Uses:
-    """Names of packs, and keys of files that jobs name."""
+    """Names of packs, keys of files that jobs name, and names of runs: a run uses its own folder."""
 
     packs: frozenset[str] = frozenset()
     files: frozenset[str] = frozenset()
+    runs: frozenset[str] = frozenset()
 
     def __or__(self, other: Uses) -> Uses:
-        return Uses(self.packs | other.packs, self.files | other.files)
+        return Uses(self.packs | other.packs, self.files | other.files, self.runs | other.runs)
 
     def __and__(self, other: Uses) -> Uses:
-        return Uses(self.packs & other.packs, self.files & other.files)
+        return Uses(self.packs & other.packs, self.files & other.files, self.runs & other.runs)
 
-    def __bool__(self) -> bool:
-        return bool(self.packs or self.files)
+    def __sub__(self, other: Uses) -> Uses:
+        return Uses(self.packs - other.packs, self.files - other.files, self.runs - other.runs)
 
 
 def uses_of(run: Run) -> Uses:
     """Return what a run uses. A folder that is no run yet, such as a copy that is being made, may name its pack."""
     pack = run.store.find(run.key("pack.txt"))
     packs = frozenset() if pack is None else frozenset({decode_name(pack, f"{run.key('pack.txt')} in {run.store.url}")})
-    has_job = run.store.exists(run.key("job.json"))
-    return Uses(packs, frozenset(given_keys(run.job, run.store)) if has_job else frozenset())
+    if not run.store.exists(run.key("job.json")):
+        return Uses(packs)
+    return Uses(packs, frozenset(given_keys(run.job, run.store)), frozenset({run.name}))
 
 
 def all_uses(store: Store) -> Uses:
@@ -63,34 +71,76 @@ def all_uses(store: Store) -> Uses:
 
 
 @contextmanager
-def discarding(store: Store, wanted: Uses) -> Iterator[Uses]:
-    """Announce a deletion, and give what may be deleted of it: no run uses that, and none that starts now will."""
-    key = f"{_FOLDER}{uuid.uuid4().hex}.json"
-    record = Discarding(time.time(), this_client(), tuple(sorted(wanted.packs)), tuple(sorted(wanted.files)))
-    store.put(key, encode(record))
+def discarding(store: Store, wanted: Uses) -> Iterator[Callable[[], Uses]]:
+    """Announce a deletion, and give what may be deleted of it: no run uses that, and none that starts now will.
+
+    It is asked before each deletion, and raises an error once somebody has removed the announcement.
+    """
+    name = uuid.uuid4().hex
+    key, path = f"{_FOLDER}{name}.json", _lock_path(name)
+    names = [tuple(sorted(part)) for part in (wanted.packs, wanted.files, wanted.runs)]
+    path.parent.mkdir(mode=0o700, exist_ok=True)
+    with FileLock(path):
+        store.put(key, encode(Discarding(time.time(), this_client(), *names)))
+        try:
+            unused = wanted - all_uses(store)
+
+            def still_unused() -> Uses:
+                if not store.exists(key):
+                    raise PacktrainError(f"{key} is gone: somebody took this deletion for killed; run it again")
+                return unused
+
+            yield still_unused
+        finally:
+            store.delete(key)
+            path.unlink(missing_ok=True)
+
+
+def forget_killed(store: Store, now: float) -> None:
+    """Remove the announcements of deletions that were killed; what they did not delete is found again.
+
+    `now` is the time by the store's clock.
+    """
+    for entry, record in announced(store):
+        path = _lock_path(entry.key.removeprefix(_FOLDER).removesuffix(".json"))
+        if record.client == this_client() and _is_free(path):
+            store.delete(entry.key)
+            path.unlink(missing_ok=True)
+        elif now - entry.modified.timestamp() > _FORGOTTEN_SECONDS:
+            store.delete(entry.key)
+
+
+def _lock_path(name: str) -> Path:
+    return cache_directory() / "discarding" / f"{name}.lock"
+
+
+def _is_free(path: Path) -> bool:
+    """True if the process that made this lock has ended; of one with another cache, nothing can be said."""
     try:
-        used = all_uses(store)
-        yield Uses(wanted.packs - used.packs, wanted.files - used.files)
-    finally:
-        store.delete(key)
+        FileLock(path, shared=True, wait=False).close()
+        return True
+    except OSError:
+        return False
 
 
 def refuse_discarded(store: Store, used: Uses) -> None:
     """Refuse a new run, which is in the store already, if something that it uses is being deleted at this moment."""
-    for key, record in announced(store):
-        gone = used & Uses(frozenset(record.packs), frozenset(record.files))
-        if gone:
-            what = next(iter([*gone.packs, *gone.files]))
-            since = f"(by {record.client} since {show_time(record.time)}, {key})"
+    for entry, record in announced(store):
+        gone = used & Uses(frozenset(record.packs), frozenset(record.files), frozenset(record.runs))
+        if names := [*gone.packs, *gone.files, *gone.runs]:
+            since = f"(by {record.client} since {show_time(record.time)}, {entry.key})"
             advice = "try again when it has ended; if it was killed, run it again"
-            raise PacktrainError(f"`packtrain gc` is deleting {what}, which the run needs {since}; {advice}")
+            raise PacktrainError(f"`packtrain gc` is deleting {names[0]}, which the run needs {since}; {advice}")
 
 
-def announced(store: Store) -> list[tuple[str, Discarding]]:
-    """Return the deletions that are under way, or were killed, by their keys."""
-    keys = [entry.key for entry in store.list(_FOLDER)]
-    found = [(key, store.find(key, MAX_RECORD_BYTES)) for key in keys]
+def announced(store: Store) -> list[tuple[Entry, Discarding]]:
+    """Return the deletions that are under way, or were killed, with their objects."""
+    found = [(entry, store.find(entry.key, MAX_RECORD_BYTES)) for entry in store.list(_FOLDER)]
     try:
-        return [(key, decode(Discarding, data, f"{key} in {store.url}")) for key, data in found if data is not None]
+        return [
+            (entry, decode(Discarding, data, f"{entry.key} in {store.url}"))
+            for entry, data in found
+            if data is not None
+        ]
     except DamagedRecord as error:
         raise DamagedRecord(f"{error}; delete it, unless a `packtrain gc` is under way") from error

@@ -13,9 +13,9 @@ from pathlib import Path
 from packtrain.errors import Mistake
 from packtrain.job.load import LoadedJob
 from packtrain.pack.build import PackProgress, PlainProgress
+from packtrain.pack.manifest import require_uses
 from packtrain.recipes import BestBy, measure_of, recipe_class
 from packtrain.run.sweeps import Rung, Sweep, SweepPlan, Trial, create_trial_run
-from packtrain.run.uses import refuse_discarded
 from packtrain.start import NewRun, load, prepare_run
 from packtrain.store import open_store
 from packtrain.sweep.rungs import rungs_for
@@ -154,5 +154,5 @@ def create_sweep(prepared: PreparedSweep, progress: PackProgress) -> Sweep:
     for trial, made in zip(plan.trials, new, strict=True):
         job = made.job.model_dump_json(indent=1).encode()
         made.create_with(partial(create_trial_run, sweep, trial, job, made.code, made.pack_name))
-    refuse_discarded(store, reduce(or_, (made.uses for made in new)))
+    require_uses(store, reduce(or_, (made.uses for made in new)))
     return sweep
