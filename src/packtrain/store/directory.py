@@ -36,6 +36,7 @@ from packtrain.store.base import (
     is_key,
 )
 from packtrain.store.errors import StoreAway, StoreError, explained
+from packtrain.store.mounts import missing_mount
 
 Published = TypeVar("Published")
 
@@ -66,10 +67,15 @@ class DirectoryStore(Store):
         self._seen: tuple[int, ...] = ()  # the file with the id, as it was last read
 
     def create(self) -> None:
-        """Make the directory a store, unless it is one."""
+        """Make the directory a store, unless it is one; never below a mount point whose mount is missing."""
         with self._explained(""):
-            make_folder(Path(self.url))
-            with opened_folder(Path(self.url)) as root:
+            place = Path(self.url)
+            if not (place / IDENTITY).exists() and (missing := missing_mount(place)) is not None:
+                point, named_by = missing
+                fault = f"{point} is not mounted, which {named_by} says it should be"
+                raise StoreError(f"{place}: {fault}; mount it, or use another store")
+            make_folder(place)
+            with opened_folder(place) as root:
                 with os.scandir(root) as entries:
                     is_empty = not any(entries)  # a directory with other files may be a repository
                 if is_empty:

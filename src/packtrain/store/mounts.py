@@ -1,0 +1,66 @@
+"""Mount points that the system knows by name, in fstab, units of systemd or autofs, and that have nothing mounted."""
+
+from __future__ import annotations
+
+import os
+import re
+from collections.abc import Iterator
+from contextlib import suppress
+from pathlib import Path
+
+_MOUNTED = Path("/proc/self/mountinfo")  # Linux only
+_OCTAL = re.compile(r"\\([0-7]{3})")  # how tables of mounts write a space
+_WHERE = re.compile(r"^Where\s*=\s*(/.*?)\s*$", re.MULTILINE)
+_FOR_A_WHILE = "tmpfs"  # keeps nothing: a store below its mount point is no worse without it
+
+
+def missing_mount(path: Path, configuration: Path = Path("/etc"), mounted: Path = _MOUNTED) -> tuple[Path, Path] | None:
+    """Return the mount point at or above `path` that should be mounted and is not, and the file that names it."""
+    if not mounted.exists():
+        return None
+    place = Path(os.path.realpath(path))
+    for point, file in _named(configuration):
+        real = Path(os.path.realpath(point))
+        if real != Path("/") and place.is_relative_to(real) and not _is_mounted(real, mounted):
+            return real, file
+    return None
+
+
+def _named(configuration: Path) -> Iterator[tuple[str, Path]]:
+    """Yield every mount point that is named there, with the file that does."""
+    fstab = configuration / "fstab"
+    for fields in _table(fstab):
+        if len(fields) >= 3 and fields[1].startswith("/") and fields[2] != _FOR_A_WHILE:
+            yield fields[1], fstab
+    # Only the administrator's: the system's own units may be for mounts that nobody wants.
+    for unit in sorted((configuration / "systemd/system").glob("*mount")):
+        text = _text(unit)
+        if f"Type={_FOR_A_WHILE}" not in text:
+            yield from ((point, unit) for point in _WHERE.findall(text))
+    for master in (configuration / "auto.master", *sorted((configuration / "auto.master.d").glob("*.autofs"))):
+        for point, *_ in _table(master):
+            if point.startswith("/") and point != "/-":
+                yield point, master
+
+
+def _table(file: Path) -> list[list[str]]:
+    lines = (line.split() for line in _text(file).splitlines() if not line.lstrip().startswith("#"))
+    return [[_OCTAL.sub(lambda code: chr(int(code[1], 8)), field) for field in line] for line in lines if line]
+
+
+def _text(file: Path) -> str:
+    with suppress(OSError):  # it is not there, or a link that switches a unit off
+        return file.read_text("utf-8", "replace")
+    return ""
+
+
+def _is_mounted(point: Path, mounted: Path) -> bool:
+    with suppress(OSError):
+        os.scandir(point).close()  # has an automounter mount it
+    for line in _table(mounted):
+        kind = line[line.index("-") + 1]
+        # An automounter that waits for its first user, or failed, is itself a mount; below an indirect one nobody can
+        # make directories.
+        if line[4] == str(point) and (kind != "autofs" or "indirect" in line[-1].split(",")):
+            return True
+    return False

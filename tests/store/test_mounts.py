@@ -1,0 +1,92 @@
+"""Mount points whose mounts are missing, as the tables of a system name them."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from packtrain.store.mounts import missing_mount
+from parts.mounts import Mounts
+from parts.runs import write_files
+
+FSTAB = """# <file system> <mount point> <type> <options> <dump> <pass>
+UUID=1 / ext4 errors=remount-ro 0 1
+UUID=2 none swap sw 0 0
+tmpfs /scratch tmpfs size=1g 0 0
+server:/export /data/my\\040disk nfs4 noauto,x-systemd.automount 0 0
+#server:/old /old nfs4 defaults 0 0
+short
+"""
+UNIT = "[Mount]\nWhat=server:/models\nWhere = /models\nType=nfs\n"
+ROOT = "22 1 259:1 / / rw,relatime shared:1 - ext4 /dev/root rw\n"
+
+
+def mount(point: str, kind: str = "nfs4", options: str = "rw") -> str:
+    return f"36 22 0:51 / {point} rw,relatime shared:9 - {kind} source {options}\n"
+
+
+@pytest.mark.parametrize(
+    ("place", "mounted", "missing"),
+    [
+        ("/data/my disk/store", "", ("/data/my disk", "fstab")),
+        ("/data/my disk", "", ("/data/my disk", "fstab")),
+        ("/data/my disk/store", mount("/data/my\\040disk"), None),
+        # The automounter has not been able to mount it.
+        ("/data/my disk", mount("/data/my\\040disk", "autofs", "rw,fd=1,direct"), ("/data/my disk", "fstab")),
+        ("/data/my disk", mount("/data/my\\040disk", "autofs", "rw,direct") + mount("/data/my\\040disk"), None),
+        ("/data/store", "", None),
+        ("/models/store", "", ("/models", "systemd/system/models.mount")),
+        ("/models/store", mount("/models"), None),
+        ("/masked/store", "", None),
+        ("/auto/server/store", "", ("/auto", "auto.master")),
+        ("/auto/server/store", mount("/auto", "autofs", "rw,fd=1,indirect"), None),
+        ("/scratch/store", "", None),
+        ("/old/store", "", None),
+        ("/home/me/store", "", None),
+    ],
+)
+def test_a_mount_is_missing_if_the_system_names_its_point_and_nothing_is_there(
+    place: str, mounted: str, missing: tuple[str, str] | None, tmp_path: Path
+) -> None:
+    files = {"fstab": FSTAB, "systemd/system/models.mount": UNIT, "auto.master": "# map\n/auto /etc/auto.nfs\n/- x\n"}
+    write_files(tmp_path / "etc", {name: text.encode() for name, text in files.items()})
+    (tmp_path / "etc/systemd/system/masked.mount").symlink_to(os.devnull)
+    (tmp_path / "mountinfo").write_text(ROOT + mounted)
+    expected = None if missing is None else (Path(missing[0]), tmp_path / "etc" / missing[1])
+    assert missing_mount(Path(place), tmp_path / "etc", tmp_path / "mountinfo") == expected
+
+
+def test_a_link_leads_to_the_mount_that_is_missing(tmp_path: Path) -> None:
+    write_files(tmp_path, {"etc/fstab": f"server:/export {tmp_path}/disk nfs4\n".encode(), "mountinfo": ROOT.encode()})
+    (tmp_path / "disk").mkdir()
+    (tmp_path / "link").symlink_to("disk/stores")
+    found = missing_mount(tmp_path / "link/mine", tmp_path / "etc", tmp_path / "mountinfo")
+    assert found == (tmp_path / "disk", tmp_path / "etc/fstab")
+
+
+def test_a_system_that_does_not_say_what_is_mounted_misses_nothing(tmp_path: Path) -> None:
+    write_files(tmp_path, {"etc/fstab": b"server:/export /data nfs4\n"})
+    assert missing_mount(Path("/data/store"), tmp_path / "etc", tmp_path / "mountinfo") is None
+
+
+def test_no_command_creates_a_store_while_a_mount_of_fstab_is_missing(mounts: Mounts, tmp_path: Path) -> None:
+    """In a mount namespace of its own, where fstab is the test's."""
+    (tmp_path / "fstab").write_text(f"{tmp_path}/disk {mounts.point} none bind,noauto 0 0\n")
+    (tmp_path / "disk").mkdir()
+    place = mounts.point / "team/store"
+    script = f"""
+mount --bind {tmp_path}/fstab /etc/fstab
+{sys.executable} -m packtrain doctor --store {place} | grep "^store "
+find {mounts.point} -mindepth 1
+mount {mounts.point}
+{sys.executable} -m packtrain doctor --store {place} | grep "^store "
+"""
+    command = ["unshare", "--mount", "sh", "-c", script]
+    before, after = subprocess.run(command, check=True, capture_output=True, text=True).stdout.splitlines()
+    assert f"{mounts.point} is not mounted, which /etc/fstab says it should be  fix: mount it, or use another" in before
+    assert "is not mounted" not in after
+    assert (tmp_path / "disk/team/store/.packtrain-store").exists()
