@@ -63,6 +63,7 @@ def halves(network: Network, uninterrupted: Sandbox) -> None:
     field.pace(0)
     assert field.wait_for_result() == "finished"
     assert field.causes() == ["start", "hang", "machine"]
+    assert field.culprits() == [None, None, "host1"], "a split is nobody's fault, a power cut not the other's"
     assert history(field.run) == history(uninterrupted.run())
     assert weights(field.run) == weights(uninterrupted.run())
     assert_one_line(field)

@@ -24,6 +24,7 @@ from packtrain.node.assembly import (
     proposal,
     seconds_since_first_step,
 )
+from packtrain.node.causes import lost_machine
 from packtrain.node.lease import LeaseRenewer
 from packtrain.node.workers import WorkerGroup, WorkerStop
 from packtrain.run.checkpoint import commit
@@ -723,7 +724,7 @@ def test_a_program_that_fails_when_it_is_asked_to_stop_has_not_failed(view: View
     latest = me.generation(1, "me", "a")
     me.see("a", report=BROKE)
     me.proposed(latest, NodeReport(1, asked, "it was asked"), me.now)
-    assert (me.latest().cause, me.latest().reason) == (asked, "it was asked")
+    assert (me.latest().cause, me.latest().reason, me.latest().culprit) == (asked, "it was asked", None)
 
 
 @pytest.mark.parametrize("report", [replace(BROKE, cause="disk"), replace(BROKE, fatal=True)])
@@ -836,6 +837,36 @@ def test_nobody_is_the_culprit_if_several_machines_failed_or_there_was_only_one(
     me.proposed(alone, replace(BROKE, generation=3, step=8), me.now)
     assert (me.latest().number, me.latest().culprit) == (4, None)
     assert me.told == []
+
+
+def test_a_machine_that_was_lost_is_the_culprit_even_if_it_is_back(view: View) -> None:
+    me = view("1..2")
+    latest = me.generation(1, "me", "a")
+    me.see("a")
+    me.proposed(latest, lost_machine(1, "a"), me.now - 1.5)
+    assert (me.latest().number, me.latest().cause, me.latest().culprit) == (2, "machine", "a")
+    assert me.told == [], "who lost it has told it"
+
+
+def test_the_one_that_proposes_tells_of_a_lost_machine_if_the_others_only_lost_the_connection(view: View) -> None:
+    me = view("1..2")
+    latest = me.generation(1, "me", "a")
+    me.proposed(latest, CUT_OFF, me.now - EXPLAIN_SECONDS)
+    assert (me.latest().cause, me.latest().culprit) == ("machine", "a")
+    assert me.told == [("lost", "a stopped renewing its lease")]
+
+
+def test_a_hang_waits_for_the_machine_that_explains_it(view: View) -> None:
+    me = view("1..2")
+    latest = me.generation(1, "me", "a")
+    hangs = NodeReport(1, "hang", "step 7 has taken 60 s", 7)
+    me.see("a")
+    ended = me.now - 1.5
+    me.proposed(latest, hangs, ended)
+    assert me.latest().number == 1
+    me.renew("a", report=BROKE)
+    me.proposed(latest, hangs, ended)
+    assert (me.latest().cause, me.latest().culprit) == ("program", "a")
 
 
 def test_a_node_that_was_no_member_is_not_the_culprit(view: View) -> None:

@@ -9,9 +9,10 @@ from packtrain.node.causes import (
     OOM_SECONDS,
     LastOutput,
     OomWatch,
+    blamed,
     failures_in_a_row,
     is_consequence,
-    is_own_failure,
+    lost_machine,
     most_specific,
     oom_kills,
     reason_for,
@@ -117,11 +118,41 @@ def test_workers_that_cannot_be_started_are_the_fault_of_the_disk_or_the_machine
     assert report == NodeReport(3, cause, f"this machine cannot start its workers: [Errno {code}] no: '/logs'")
 
 
-def test_a_lost_machine_has_no_failure_of_its_own() -> None:
-    assert not is_own_failure(NodeReport(1, "machine", "this machine cannot start its workers"))
-    assert is_own_failure(NodeReport(1, "program", "it broke"))
-    assert not is_own_failure(NodeReport(1, "program", "Broken pipe"))
-    assert not is_own_failure(NodeReport(1, "store", "the store is away"))
+@pytest.mark.parametrize(
+    ("report", "node"),
+    [
+        (NodeReport(1, "program", "it broke"), "a"),
+        (NodeReport(1, "machine", "this machine cannot start its workers"), "a"),
+        (lost_machine(1, "b"), "b"),
+        (NodeReport(1, "store", "the store is away"), None),
+        (NodeReport(1, "program", "Broken pipe"), None),
+        (NodeReport(1, "hang", "step 7 has taken 60 s; treating it as a hang"), None),
+        (NodeReport(1, "hang", "connecting the workers has taken 60 s; treating it as a hang"), None),
+    ],
+)
+def test_a_node_blames_itself_or_one_that_is_gone_and_nobody_if_it_only_waited(
+    report: NodeReport, node: str | None
+) -> None:
+    assert blamed("a", report) == node
+
+
+@pytest.mark.parametrize(
+    "error",
+    [
+        "RuntimeError: [../gloo/transport/tcp/pair.cc:547] Connection closed by peer [10.0.0.2]:5000",
+        "RuntimeError: [../gloo/transport/tcp/buffer.cc:72] Application timeout caused pair closure",
+        "RuntimeError: [../gloo/transport/tcp/pair.cc:598] writev [10.0.0.2]:5000: No route to host",
+        "torch.distributed.DistStoreError: Timed out after 901 seconds waiting for clients. 1/2 clients joined.",
+        "OSError: [Errno 113] 10.0.0.1:20001 does not answer; check the firewall and the routes between the machines",
+        "TimeoutError: [Errno 110] nothing listens at 10.0.0.1:20001; the first machine did not start",
+    ],
+)
+def test_a_program_that_only_lost_the_others_says_so_and_blames_nobody(error: str) -> None:
+    traceback = f"Traceback (most recent call last):\n{error}\n"
+    report = why_they_ended(1, 1, [], LastOutput(SUMMARY.format(**KILLED_ALONE | {"code": 1}), traceback), 0)
+    assert report.text == f"{error}; see `packtrain logs`"
+    assert blamed("a", report) is None
+    assert most_specific([report, lost_machine(1, "b")]).lost == "b"
 
 
 def test_an_error_is_reported_with_its_step_but_a_lost_connection_without() -> None:
@@ -176,8 +207,8 @@ def test_a_worker_that_nccls_watchdog_aborted_is_not_the_culprit(said: str) -> N
     aborted = SUMMARY.format(rank=0, code=-6, other=1, code_of_other=-15)
     report = why_they_ended(1, 1, [], LastOutput(aborted, said), 0)
     assert report.text == "NCCL's watchdog ended rank 0: another worker is gone or hangs"
-    assert not is_own_failure(report)
-    assert is_own_failure(why_they_ended(1, 1, [], LastOutput(aborted, "corrupted double-linked list"), 0))
+    assert blamed("a", report) is None
+    assert blamed("a", why_they_ended(1, 1, [], LastOutput(aborted, "corrupted double-linked list"), 0)) == "a"
     killed = SUMMARY.format(rank=0, code=-6, other=1, code_of_other=-9)
     assert why_they_ended(1, 1, [], LastOutput(killed, said), 0).text == "rank 1 was killed (SIGKILL)"
 
@@ -260,6 +291,10 @@ def test_the_error_that_explains_the_others_comes_first() -> None:
         ([("program", "Broken pipe"), ("joined", "b joined")], "joined"),
         ([("ended", ""), ("program", "Broken pipe")], "program"),
         ([("ended", ""), ("hang", "no step for 60 s")], "hang"),
+        ([("program", "Broken pipe"), ("hang", "no step for 60 s")], "hang"),
+        ([("program", "it broke"), ("hang", "no step for 60 s")], "program"),
+        ([("machine", "b was lost"), ("hang", "no step for 60 s")], "machine"),
+        ([("preempted", "b was preempted"), ("hang", "no step for 60 s")], "preempted"),
     ],
 )
 def test_the_most_telling_report_explains_the_rest(told: list[tuple[Cause, str]], expected: str) -> None:

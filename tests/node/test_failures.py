@@ -26,6 +26,7 @@ from parts.nodes import Cluster, Make, look_until_settled
 from parts.runs import MEASURED, program_job
 
 REFUSED = StoreError("s3://b: the session token is not valid (any more)")
+HANG = "step 7 has taken 9 s (usually 0.1 s); treating it as a hang"
 
 
 def full(*_: object) -> None:
@@ -239,6 +240,52 @@ def test_machines_that_fail_in_turn_are_not_excluded(make: Make) -> None:
         cluster.fail(node, "it broke")
         cluster.wait(14)
         assert cluster.members() == [0, 1]
+
+
+@pytest.mark.parametrize("dark", [0, 1])
+def test_a_machine_that_waited_for_one_without_power_is_not_blamed(make: Make, dark: int) -> None:
+    """Its patience ends before the lease of the one that is gone."""
+    cluster = make(2, 2)
+    cluster.wait(10)
+    innocent = cluster.nodes[1 - dark]
+    for _ in range(2):
+        [gone] = [cluster.nodes[number] for number in cluster.members() if cluster.nodes[number] is not innocent]
+        cluster.kill(gone)
+        cluster.fail(innocent, HANG, cause="hang")
+        cluster.add()
+        cluster.add()
+        cluster.wait(40)
+        latest = cluster.run.latest_generation()
+        assert latest is not None
+        assert (latest.cause, latest.reason) == ("machine", f"failure: machine {gone.name} was lost")
+        assert latest.culprit == gone.name
+        assert f"{gone.name} stopped renewing its lease" in told(cluster)
+        assert innocent.name in [member.node for member in latest.members], "two others could replace it"
+    assert cluster.causes() == ["start", "machine", "machine"]
+    assert "failed two generations" not in " ".join(told(cluster))
+
+
+def test_a_hang_that_no_lost_machine_explains_is_nobodys_fault(make: Make) -> None:
+    cluster = make("1..2", 2)
+    cluster.wait(10)
+    for _ in range(2):
+        cluster.fail(cluster.nodes[1], HANG, cause="hang")
+        cluster.wait(14)
+        assert cluster.members() == [0, 1]
+    assert cluster.causes() == ["start", "hang", "hang"]
+    assert [one.culprit for one in cluster.run.generations()] == [None, None, None]
+
+
+def test_hangs_count_as_failures_whoever_caused_them(make: Make) -> None:
+    cluster = make("1..2", 2)
+    cluster.wait(10)
+    for _ in range(4):
+        assert cluster.run.result() is None
+        cluster.fail(cluster.nodes[1], HANG, cause="hang")
+        cluster.wait(14)
+    result = cluster.run.result()
+    assert result is not None
+    assert (result.status, result.reason) == ("failed", f"{HANG} (after 3 restarts)")
 
 
 # Budgets.

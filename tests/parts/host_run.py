@@ -81,6 +81,11 @@ class HostRun:
     def causes(self) -> list[str]:
         return [generation.cause for generation in self.run.generations()]
 
+    def culprits(self) -> list[str | None]:
+        """Return the host that ended each generation before the next."""
+        nodes = [generation.culprit for generation in self.run.generations()]
+        return [node and node.rpartition("-")[0] for node in nodes]
+
     def told(self, kind: str) -> list[str]:
         return [event.text for event in self.run.events().read() if event.kind == kind]
 

@@ -19,7 +19,15 @@ from itertools import pairwise
 
 from packtrain.errors import Mistake
 from packtrain.node.address import check_private
-from packtrain.node.causes import COUNTED, is_consequence, is_own_failure, most_specific, reason_for, verdict
+from packtrain.node.causes import (
+    COUNTED,
+    blamed,
+    lost_machine,
+    most_specific,
+    only_lost_others,
+    reason_for,
+    verdict,
+)
 from packtrain.node.deadline import seconds_left
 from packtrain.node.lease import LeaseRenewer
 from packtrain.node.workers import WorkerGroup, WorkerStop
@@ -282,26 +290,27 @@ class Assembly:
                 self._verdicts[latest.number] = verdict(tried, ended, step, self._run.job.fleet.failures)
             if (given_up := self._verdicts[latest.number]) is not None:
                 return given_up
-        culprit = None if latest is None else self._culprit(latest, own)
+        culprit = None if latest is None or ended.cause not in COUNTED else self._culprit(latest, own)
         alive = self.alive()
         if self._is_gathering(1 if latest is None else latest.number + 1, alive, ended):
             return None
         start = replace(self._start_after(ended, step, len(alive)), culprit=culprit)
         culprits = [] if latest is None else self._culprits(latest)
         proposed = proposal(latest, alive, self._machines, start, excluded([*culprits, culprit]))
-        if proposed is not None:
-            self._run.propose(proposed)  # if another node's proposal wins, the next look finds that one
+        # If another node's proposal wins, the next look finds that one.
+        if proposed is not None and self._run.propose(proposed) and ended.lost is not None and ended is not own:
+            self._tell("lost", f"{ended.lost} stopped renewing its lease")
         return None
 
     def _is_unsettled(self, latest: Generation, own: NodeReport, since: float) -> bool:
         """True while another member may still report what went wrong, or turn out to be lost.
 
-        It has to renew its lease after the generation ended here. If all that is known here is a broken connection,
-        the others get some time to say why.
+        It has to renew its lease after the generation ended here. If all that is known here is that it waited for the
+        others, or lost the connection to them, they get some time to say why.
         """
         others = [member.node for member in latest.members if member.node != self._name]
         silent = [node for node in others if not self.is_lost(node) and not self._reported(node, latest)]
-        if own.cause == "program" and is_consequence(own.text) and self._clock() - since < EXPLAIN_SECONDS:
+        if only_lost_others(own) and self._clock() - since < EXPLAIN_SECONDS:
             return bool(silent)
         return any(not self.watch.renewed_since(node, since) for node in silent)
 
@@ -317,21 +326,26 @@ class Assembly:
         # This node was not a member, and all members are gone: a person has resumed the run.
         if own is None and (not self.is_of_this_job(latest) or all(self.is_lost(node) for node in others)):
             return NodeReport(latest.number, "resumed", "resumed")
-        reports = [own] if own is not None else []
-        for node in others:
-            lease, report = self.watch.leases.get(node), self._reported(node, latest)
-            if report is not None:
-                reports.append(report)
-            elif lease is not None and lease.leaving:
-                reports.append(NodeReport(latest.number, "preempted", f"machine {node} was preempted"))
-            elif self.is_lost(node):
-                reports.append(NodeReport(latest.number, "machine", f"machine {node} was lost"))
+        reports = list(self._reports(latest, own).values())
         if not reports:
             return NodeReport(latest.number, "ended", "the first machine was lost")
         requested = [report for report in reports if report.cause in ("preempted", "joined")]
         told = most_specific(reports)
         # Programs exit in all sorts of ways when they are asked to stop: that is not a failure.
         return requested[0] if requested and told.cause == "program" and not told.fatal else told
+
+    def _reports(self, latest: Generation, own: NodeReport | None) -> dict[str, NodeReport]:
+        """Return what each member reports, and for one that is gone, that it is."""
+        reports = {self._name: own} if own is not None else {}
+        for node in (member.node for member in latest.members if member.node != self._name):
+            lease, report = self.watch.leases.get(node), self._reported(node, latest)
+            if report is not None:
+                reports[node] = report
+            elif lease is not None and lease.leaving:
+                reports[node] = NodeReport(latest.number, "preempted", f"machine {node} was preempted")
+            elif self.is_lost(node):
+                reports[node] = lost_machine(latest.number, node)
+        return reports
 
     def _up_to(self, latest: Generation) -> list[Generation]:
         """Return all generations up to this one; each record is read from the store only once."""
@@ -345,16 +359,15 @@ class Assembly:
         return [generation.culprit for generation in self._up_to(latest)]
 
     def _culprit(self, latest: Generation, own: NodeReport | None) -> str | None:
-        """Return the node that alone ended the latest generation, by an error of its own."""
-        told = {member.node: self._reported(member.node, latest) for member in latest.members}
-        told[self._name] = own
-        failed = {node: report for node, report in told.items() if report is not None and is_own_failure(report)}
-        if len(failed) != 1 or len(latest.members) == 1:  # no or several culprits, or no other machine
+        """Return the node that alone ended the latest generation, by an error of its own or because it was lost."""
+        texts = {blamed(node, report): report.text for node, report in self._reports(latest, own).items()}
+        texts.pop(None, None)
+        if len(texts) != 1 or len(latest.members) == 1:  # no or several culprits, or no other machine
             return None
-        [(culprit, report)] = failed.items()
-        if culprit == latest.culprit and culprit not in self._told_excluded:
+        [(culprit, text)] = texts.items()
+        if culprit is not None and culprit == latest.culprit and culprit not in self._told_excluded:
             self._told_excluded.add(culprit)
-            self._tell("excluded", f"{culprit} failed two generations in a row; continuing without it: {report.text}")
+            self._tell("excluded", f"{culprit} failed two generations in a row; continuing without it: {text}")
         return culprit
 
     def _is_gathering(self, number: int, alive: Sequence[Lease], ended: NodeReport) -> bool:

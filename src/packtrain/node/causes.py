@@ -24,7 +24,7 @@ OOM_SECONDS = 60.0  # from a worker's death to the launcher's: it gives the othe
 COUNTED: tuple[Cause, ...] = ("machine", "program", "memory", "disk", "hang", "number", "mistake")
 # The most specific first: a cause that explains others comes before them.
 _BY_SPECIFICITY: tuple[Cause, ...] = (
-    "mistake", "number", "memory", "disk", "hang", "port", "store", "program", "machine", "preempted", "joined",
+    "mistake", "number", "memory", "disk", "port", "store", "program", "machine", "preempted", "hang", "joined",
     "ended", "resumed", "start",
 )  # fmt: skip
 _SAME_AGAIN: tuple[Cause, ...] = ("program", "memory", "number", "mistake")
@@ -54,12 +54,14 @@ _MISTAKES = re.compile(
 )
 _USAGE_CODES = (2, 126, 127)  # wrong arguments; a command that cannot be run, or that is not there
 _LAST_LINES = 3
-# What gloo, NCCL and torch's store say if another worker is gone.
+# What gloo, NCCL, torch's store and our rendezvous say if another worker is gone or out of reach.
 _CONSEQUENCE = re.compile(
     r"Connection (closed|reset) by peer|Connection refused|Broken pipe|ncclRemoteError|ncclSystemError"
     r"|remote process exited|unhandled system error|another worker is gone"
     r"|retrieving ncclUniqueId|wait timeout after|Timeout waiting for key|NCCL communicator (was aborted|encountered)"
-    r"|Connection was likely closed|failed to recv|Timed out waiting|connectFullMesh|DistNetworkError|DistStoreError",
+    r"|Connection was likely closed|failed to recv|Timed out waiting|connectFullMesh|DistNetworkError|DistStoreError"
+    r"|caused pair closure|Connection timed out|No route to host|(network|host) is unreachable"
+    r"|does not answer; check the firewall|the first machine did not start",
     re.IGNORECASE,
 )
 # torch's watchdog of NCCL aborts a worker whose collective waits for one that is gone.
@@ -71,9 +73,19 @@ def is_consequence(text: str) -> bool:
     return _CONSEQUENCE.search(text) is not None
 
 
-def is_own_failure(report: NodeReport) -> bool:
-    """True if the reporting node itself failed, and the failure counts."""
-    return report.cause in COUNTED and report.cause != "machine" and not is_consequence(report.text)
+def only_lost_others(report: NodeReport) -> bool:
+    """True if a report only says that the node waited for others, or lost the connection to them."""
+    return report.cause == "hang" or (report.cause == "program" and is_consequence(report.text))
+
+
+def blamed(node: str, report: NodeReport) -> str | None:
+    """Return the node to blame by a node's report: itself, or the one that it saw disappear; None for nobody.
+
+    Any of the others may be why a node waited, and no rank can tell whether the one that hangs is itself.
+    """
+    if report.cause not in COUNTED or only_lost_others(report):
+        return None
+    return report.lost or node
 
 
 @dataclass(frozen=True)
@@ -116,7 +128,8 @@ def _by_output(generation: int, code: int, output: LastOutput) -> NodeReport:
     """Judge a program, which reports nothing, by the end of what it wrote: its own error, not the launcher's."""
     workers = _RANK_PREFIX.sub("", output.workers)
     said = f"{output.launcher}\n{workers}"
-    own = [found for found in _ERROR.finditer(said) if not is_consequence(found[0])]
+    errors = list(_ERROR.finditer(said))
+    own = [found for found in errors if not is_consequence(found[0])] or errors  # all of them may be consequences
     codes = [int(number) for number in _EXIT_CODE.findall(output.launcher)]
     code = codes[-1] if codes else code  # the launcher itself always exits with 1; the root cause comes last
     if own:
@@ -165,6 +178,10 @@ def why_not_started(generation: int, error: OSError) -> NodeReport:
     return NodeReport(generation, cause, f"this machine cannot start its workers: {error}")
 
 
+def lost_machine(generation: int, node: str) -> NodeReport:
+    return NodeReport(generation, "machine", f"machine {node} was lost", lost=node)
+
+
 def most_specific(reports: Sequence[NodeReport]) -> NodeReport:
     """Return the report that explains the others."""
     return min(reports, key=lambda one: (not one.fatal, _rank(one), is_consequence(one.text)))
@@ -172,7 +189,7 @@ def most_specific(reports: Sequence[NodeReport]) -> NodeReport:
 
 def _rank(report: NodeReport) -> int:
     # A lost or preempted machine explains that the others lost the connection to it.
-    if report.cause == "program" and is_consequence(report.text):
+    if report.cause == "program" and only_lost_others(report):
         return _BY_SPECIFICITY.index("joined") * 2 + 1  # odd: between two causes
     return _BY_SPECIFICITY.index(report.cause) * 2
 

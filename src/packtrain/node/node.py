@@ -25,7 +25,7 @@ from packtrain.backoff import Backoff
 from packtrain.errors import Mistake
 from packtrain.node.address import check_private
 from packtrain.node.assembly import QUIET, Assembly, LostNode
-from packtrain.node.causes import COUNTED, why_not_started
+from packtrain.node.causes import COUNTED, lost_machine, why_not_started
 from packtrain.node.deadline import Deadline, left_at_start, used_up
 from packtrain.node.directory import NodeDirectory, NodeSlot, sweep
 from packtrain.node.echo import OutputEcho
@@ -409,7 +409,7 @@ class Node:
             self._give_up(NodeReport(number, "preempted", f"machine {node} was preempted"))
         else:
             self._tell("lost", f"{node} stopped renewing its lease")
-            self._give_up(NodeReport(number, "machine", f"machine {node} was lost"))
+            self._give_up(lost_machine(number, node))
 
     # After the workers.
 

@@ -142,8 +142,9 @@ class Generation:
 
     `step` is the last committed step when it began. `cause` and `reason` say why the one before it ended, and
     `failed_step` at which step that failed, if known; `culprit` is the node that ended it alone, by an error of its
-    own. `used_seconds` is the run's time until then; `seconds_left` is what the budget still allows. `job` is the
-    digest of its job: `packtrain resume --set` changes the job, and with it the fleet and the budget.
+    own or because it was lost. `used_seconds` is the run's time until then; `seconds_left` is what the budget still
+    allows. `job` is the digest of its job: `packtrain resume --set` changes the job, and with it the fleet and the
+    budget.
     """
 
     number: Count
@@ -237,13 +238,17 @@ class MachineFacts:
 
 @dataclass(frozen=True)
 class NodeReport:
-    """How a generation's workers ended on one node. `fatal`: another try would end the same way."""
+    """How a generation's workers ended on one node. `fatal`: another try would end the same way.
+
+    `lost` is the node that is gone, if that is why.
+    """
 
     generation: Count
     cause: Cause
     text: str
     step: Count | None = None
     fatal: bool = False
+    lost: FileName | None = None
 
 
 @dataclass(frozen=True)
