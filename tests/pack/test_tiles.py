@@ -7,6 +7,7 @@ import pytest
 import simplejpeg
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from PIL import Image
 
 import packtrain.pack.tiles as tiles_module
 from pack.pictures import difference, opened, photo, saved, with_size
@@ -165,6 +166,23 @@ def test_every_edge_of_every_tile_is_exact(subsampling: str) -> None:
     for left in range(0, 152):
         top = left % 60
         assert np.array_equal(crop(tiled, Box(left, top, 8, 4)), full[top : top + 4, left : left + 8]), left
+
+
+@pytest.mark.parametrize(
+    ("mode", "subsampling", "side", "tiles_in_crop"),
+    [("L", "4:2:0", 4_224, 69_168), ("RGB", "4:4:4", 4_224, 69_168), ("RGB", "4:2:0", 5_888, 67_344)],
+)
+def test_a_crop_of_a_very_large_image_has_the_pixels_of_a_full_decode(
+    mode: str, subsampling: str, side: int, tiles_in_crop: int
+) -> None:
+    image = Image.new(mode, (side, side), "gray")
+    image.paste(photo(200, 100, mode=mode), (side - 250, side - 150))
+    tiled = encode(image, Coding(subsampling))
+    box = Box(40, 0, side - 40, side)  # all tiles but the first column
+    small, _, _ = splice(memoryview(tiled.jpeg), tiled.segments, side, side, box)
+    assert len(find_segments(bytes(small))) - 1 == tiles_in_crop
+    full = simplejpeg.decode_jpeg(tiled.jpeg, colorspace="RGB")
+    assert np.array_equal(crop(tiled, box), full[:, 40:])
 
 
 def test_gray_comes_back_as_three_equal_channels() -> None:
