@@ -28,7 +28,7 @@ class Computer:
 
 @contextmanager
 def batching(computer: Computer, batch: int = 8, queue: int = 100) -> Iterator[Batcher[str, int, int]]:
-    batcher: Batcher[str, int, int] = Batcher(computer, batch, queue, gather_seconds=0.0)
+    batcher: Batcher[str, int, int] = Batcher(computer, batch, queue, gather_seconds=0.0, turn_seconds=3600.0)
     try:
         yield batcher
     finally:
@@ -64,13 +64,70 @@ def test_only_requests_with_the_same_settings_share_a_batch_and_the_oldest_goes_
         assert computer.calls[1:] == [("b", [1, 3, 5]), ("a", [2, 4]), ("c", [6])]
 
 
-def test_a_batch_has_at_most_its_size_unless_one_request_is_larger() -> None:
+def test_a_batch_has_at_most_its_size_unless_one_input_is_larger() -> None:
     computer = Computer()
     with batching(computer, batch=4) as batcher:
         busy(batcher, computer)
-        asked = [batcher.submit("a", [1] * size) for size in (3, 2, 1, 6)]
+        asked = [batcher.submit("a", [size], [size]) for size in (3, 2, 1, 6, 1)]
         computer.gate.set()
-        assert [one.result(30).batch_size for one in asked] == [4, 2, 4, 6]
+        assert [one.result(30).outputs for one in asked] == [[6], [4], [2], [12], [2]]
+        assert [inputs for _, inputs in computer.calls[1:]] == [[3, 1], [2, 1], [6]]
+
+
+def test_a_large_request_is_computed_in_parts_and_others_between_them() -> None:
+    computer = Computer()
+    with batching(computer, batch=4) as batcher:
+        busy(batcher, computer)
+        large = batcher.submit("a", list(range(1, 11)))
+        same, different = batcher.submit("a", [100]), batcher.submit("b", [200])
+        computer.gate.set()
+        assert large.result(30) == Batched([2 * number for number in range(1, 11)], 3, batches=3)
+        assert (same.result(30).outputs, different.result(30).outputs) == ([200], [400])
+        inputs = [inputs for _, inputs in computer.calls[1:]]
+        assert inputs == [[1, 2, 3, 100], [200], [4, 5, 6, 7], [8, 9, 10]]
+
+
+def test_large_requests_share_every_batch() -> None:
+    computer = Computer()
+    with batching(computer, batch=4) as batcher:
+        busy(batcher, computer)
+        first, second = batcher.submit("a", [1, 2, 3, 4]), batcher.submit("a", [5, 6, 7], [2, 2, 2])
+        computer.gate.set()
+        assert [first.result(30).outputs, second.result(30).outputs] == [[2, 4, 6, 8], [10, 12, 14]]
+        assert [inputs for _, inputs in computer.calls[1:]] == [[1, 2, 5], [6, 3, 4], [7]]
+
+
+def test_the_rest_of_a_request_that_nobody_waits_for_is_not_computed() -> None:
+    computer = Computer()
+    with batching(computer, batch=2) as batcher:
+        large = batcher.submit("a", [1, 2, 3, 4, 5])
+        wait_until(lambda: computer.calls, "its first part is computed")
+        assert large.cancel()
+        after = batcher.submit("a", [7])
+        computer.gate.set()
+        assert after.result(30).outputs == [14]
+        assert [inputs for _, inputs in computer.calls] == [[1, 2], [7]]
+
+
+def test_a_bad_input_ends_its_own_request_and_the_rest_of_it_is_not_computed() -> None:
+    computer = Computer()
+    with batching(computer, batch=2) as batcher:
+        busy(batcher, computer)
+        bad, good = batcher.submit("a", [1, -1, 3]), batcher.submit("a", [5, 6, 7])
+        computer.gate.set()
+        assert good.result(30).outputs == [10, 12, 14]
+        with pytest.raises(ValueError, match="bad input"):
+            bad.result(30)
+        assert not any(3 in inputs for _, inputs in computer.calls)
+
+
+def test_slow_inputs_make_smaller_batches() -> None:
+    computer = Computer()
+    computer.gate.set()
+    batcher: Batcher[str, int, int] = Batcher(computer, 8, 100, gather_seconds=0.0, turn_seconds=0.0)
+    assert batcher.submit("a", [1]).result(30).outputs == [2], "now it knows how long an input takes"
+    assert batcher.submit("a", [1, 2, 3]).result(30) == Batched([2, 4, 6], 1, batches=3)
+    batcher.close()
 
 
 def test_a_full_queue_refuses_and_says_when_to_come_back() -> None:
@@ -82,6 +139,17 @@ def test_a_full_queue_refuses_and_says_when_to_come_back() -> None:
             batcher.submit("a", [3, 4])
         assert batcher.submit("a", [3]), "the rest of the queue is still free"
         assert batcher.num_waiting == 3
+
+
+def test_the_queue_counts_the_sizes_of_inputs() -> None:
+    computer = Computer()
+    with batching(computer, queue=10) as batcher:
+        busy(batcher, computer)
+        batcher.submit("a", [1], [8])
+        with pytest.raises(QueueFull):
+            batcher.submit("a", [2], [3])
+        batcher.submit("a", [2], [2])
+        assert batcher.num_waiting == 10
 
 
 def test_requests_whose_client_left_make_room_and_are_not_computed() -> None:
@@ -115,7 +183,7 @@ def test_an_idle_batcher_waits_for_company_until_the_gathering_time_is_over() ->
     computer = Computer()
     computer.gate.set()
     seen: list[BatchTimes] = []
-    batcher: Batcher[str, int, int] = Batcher(computer, 2, 10, gather_seconds=3600.0, on_batch=seen.append)
+    batcher: Batcher[str, int, int] = Batcher(computer, 2, 10, 3600.0, 3600.0, on_batch=seen.append)
     asked = [batcher.submit("a", [number]) for number in (1, 2)]  # together they fill the batch: nobody waits an hour
     assert [one.result(30).batch_size for one in asked] == [2, 2]
     assert [(one.inputs, one.requests) for one in seen] == [(2, 2)]

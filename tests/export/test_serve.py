@@ -57,12 +57,14 @@ class EchoText(TextNetwork):
         self.gate = threading.Event()
         self.gate.set()
         self.batches: list[tuple[int, Decoding]] = []
+        self.numbers: list[int] = []
         self.defect: Exception | None = None
 
     def search(
         self, source: NDArray[np.int64], limits: NDArray[np.int64], decoding: Decoding, numbers: Sequence[int]
     ) -> list[list[Hypothesis]]:
         self.batches.append((len(source), decoding))
+        self.numbers += numbers
         assert self.gate.wait(30)
         if self.defect:
             raise self.defect
@@ -154,7 +156,8 @@ def shared(recipes: Callable[[str], Recipe]) -> Iterator[httpx.Client]:
 
 @contextmanager
 def serving(recipe: Recipe, network: Network, token: str | None = None, **settings: Any) -> Iterator[RunningService]:
-    with running(served(recipe, network), ServiceSettings(**settings), token) as one:
+    # No batch is smaller because the machine is slow: tests know what is in it.
+    with running(served(recipe, network), ServiceSettings(turn_seconds=3600.0, **settings), token) as one:
         yield one
 
 
@@ -307,8 +310,61 @@ def test_a_full_queue_answers_429_with_a_time_to_come_back(recipes: Callable[[st
                 assert [outputs(one) for one in (*first.result(30), *rest.result(30))] == [
                     ["hello"], ["hello"], ["good night"],
                 ]  # fmt: skip
-        too_many = client.post("/v1/predict", json={"inputs": ["a", "b", "c"]})
-        assert (too_many.status_code, error_of(too_many)) == (400, "3 inputs are more than the service accepts, 2")
+
+
+def test_no_request_alone_makes_the_queue_full(recipes: Callable[[str], Recipe], echo: EchoText) -> None:
+    with serving(recipes("translate"), echo, batch=1, queue=8) as one, one.client() as client:
+        assert client.get("/v1/models").json()["data"][0]["packtrain"]["limits"]["max_inputs"] == 4
+        assert outputs(client.post("/v1/predict", json={"inputs": ["hello"] * 4})) == ["hello"] * 4
+        refused = client.post("/v1/predict", json={"inputs": ["hello"] * 5})
+        fault = "5 inputs are more than the service accepts, 4; send less at once"
+        assert (refused.status_code, error_of(refused)) == (413, fault)
+
+
+def test_requests_count_by_the_work_that_they_take(shared: httpx.Client) -> None:
+    long_text = "good " * 990
+    assert outputs(shared.post("/v1/predict", json={"inputs": [long_text]})) == [long_text.strip()]
+    response = shared.post("/v1/predict", json={"inputs": [long_text] * 256, "beam": 32})
+    fault = "256 inputs, which count as 17,152, are more than the service accepts, 512; send less at once"
+    assert (response.status_code, error_of(response)) == (413, fault)
+
+
+def test_a_request_is_abandoned_when_its_time_is_over(recipes: Callable[[str], Recipe], echo: EchoText) -> None:
+    with serving(recipes("translate"), echo, batch=2, timeout_seconds=0.5) as one, one.client() as client:
+        with closed(echo):
+            late = client.post("/v1/predict", json={"inputs": ["good morning"] * 100})
+            assert (late.status_code, echo.sizes) == (504, [2])
+        assert outputs(client.post("/v1/predict", json={"inputs": ["good night"]})) == ["good night"]
+        assert echo.sizes == [2, 1], "what nobody waits for is not computed"
+
+
+def test_a_large_request_lets_others_be_answered_before_it_ends(
+    recipes: Callable[[str], Recipe], echo: EchoText
+) -> None:
+    with serving(recipes("translate"), echo, batch=4) as one, one.client() as client, ThreadPoolExecutor(2) as pool:
+        with closed(echo):
+            many = {"inputs": ["good morning"] * 20}
+            large = pool.submit(httpx.post, f"{one.url}/v1/predict", json=many, timeout=30)
+            wait_until(lambda: echo.sizes, "its first part is computed")
+            small = pool.submit(ask_many, one.url, ["hello"])
+            wait_until(lambda: one.server.service.num_waiting == 17, "the small one waits behind it")
+        assert [outputs(response) for response in (*small.result(30), large.result(30))] == [["hello"], many["inputs"]]
+        assert echo.sizes == [4, 4, 4, 4, 4, 1]
+        assert outputs(client.post("/v1/predict", json={"inputs": ["good night"]})) == ["good night"]
+        wait_until(lambda: len(one.log) == 4, "all are in the log")
+        details = {line.rpartition(" ms ")[2] for line in one.log}
+        assert details >= {"1 of 4 in the batch", "20 in 6 batches"}
+
+
+def test_samples_of_a_seed_do_not_depend_on_how_a_request_is_divided(
+    recipes: Callable[[str], Recipe], echo: EchoText
+) -> None:
+    with serving(recipes("translate"), echo, batch=2) as one, one.client() as client:
+        asked = {"inputs": ["hello"] * 5, "nucleus": 0.9, "seed": 7}
+        assert client.post("/v1/predict", json=asked).status_code == 200
+        assert echo.sizes == [2, 2, 1]
+        assert echo.numbers[1:] == [0, 1, 2, 3, 4]
+        assert {decoding.seed for _, decoding in echo.batches[1:]} == {7}
 
 
 def test_a_slow_model_gives_504_and_others_are_answered_after_it(
@@ -373,7 +429,7 @@ def test_a_bad_input_in_a_batch_fails_its_own_request_alone(service: RunningServ
         first = pool.submit(ask_many, service.url, ["hello"])
         wait_until(lambda: echo.sizes, "the first is computed")
         rest = pool.submit(ask_many, service.url, ["good night", "good " * 3000, "good morning"])
-        wait_until(lambda: service.server.service.num_waiting == 3, "the others wait")
+        wait_until(lambda: service.server.service.num_waiting == 13, "the others wait; the long one counts as 11")
         echo.gate.set()
         [one], [two, bad, three] = first.result(30), rest.result(30)
     assert [outputs(response) for response in (one, two, three)] == [["hello"], ["good night"], ["good morning"]]
@@ -564,6 +620,18 @@ def test_pictures_come_as_bodies_in_base64_and_as_data_urls(recipes: Callable[[s
         tops = [row["top5"][0]["class"] for row in raw_body.json()["predictions"] + several.json()["predictions"]]
         assert tops == ["elk", "cat", "cat"]
         assert one.metric('packtrain_processed_total{unit="images"}') == 3
+
+
+def test_pictures_count_by_their_pixels_and_a_large_one_alone_is_answered(recipes: Callable[[str], Recipe]) -> None:
+    file = io.BytesIO()
+    Image.new("1", (9400, 9400)).save(file, "PNG")
+    large = base64.b64encode(file.getvalue()).decode()
+    with serving(recipes("classify"), BrightClassifier()) as one, one.client() as client:
+        response = client.post("/v1/predict", json={"inputs": [large] * 256})
+        fault = "256 inputs, which count as 22,784, are more than the service accepts, 512; send less at once"
+        assert (response.status_code, error_of(response)) == (413, fault)
+        [answer] = client.post("/v1/predict", json={"inputs": [large]}).json()["predictions"]
+        assert answer["top5"][0]["class"] == "cat"
 
 
 def test_captions_say_where_they_looked(recipes: Callable[[str], Recipe]) -> None:

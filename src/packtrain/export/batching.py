@@ -2,7 +2,11 @@
 
 wait for a request
 gather others with the same settings, until the batch is full or the oldest has waited for the gathering time
-compute all of them; if that fails, divide them, so that a bad input fails its own request alone
+take an input of each in turn until the batch is full, or would take too long
+compute them; if that fails, divide them, so that a bad input fails its own request alone
+
+So a large request is computed in several batches, between those of others, and its rest is left out if nobody waits
+for it any more.
 """
 
 from __future__ import annotations
@@ -13,7 +17,7 @@ import time
 from collections import deque
 from collections.abc import Callable, Hashable, Sequence
 from concurrent.futures import Future
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Generic, TypeVar
 
 Key = TypeVar("Key", bound=Hashable)
@@ -21,7 +25,7 @@ Given = TypeVar("Given")
 Made = TypeVar("Made")
 
 _MAX_RETRY_SECONDS = 60
-_MEMORY = 0.8  # weight of the past in the average time of an input
+_MEMORY = 0.8  # weight of the past in the average time of an input of size 1
 
 
 class QueueFull(Exception):
@@ -34,10 +38,11 @@ class QueueFull(Exception):
 
 @dataclass(frozen=True)
 class Batched(Generic[Made]):
-    """The outputs of one request, and how many inputs were computed together with its own."""
+    """The outputs of one request, in how many batches they were computed, and how many inputs the last of them had."""
 
     outputs: list[Made]
     batch_size: int
+    batches: int = 1
 
 
 @dataclass(frozen=True)
@@ -49,19 +54,39 @@ class BatchTimes:
     seconds: float
 
 
-@dataclass(frozen=True, eq=False)
+@dataclass(eq=False)
 class _Waiting(Generic[Key, Given, Made]):
+    """A request. `taken` of its inputs are in a batch, or have been, and `outputs` are those that were computed."""
+
     key: Key
     inputs: Sequence[Given]
+    sizes: Sequence[int]
     future: Future[Batched[Made]]
     since: float
+    taken: int = 0
+    batches: int = 0
+    outputs: list[Made] = field(default_factory=list)
+
+    @property
+    def size_left(self) -> int:
+        return sum(self.sizes[self.taken :])
+
+
+@dataclass(frozen=True)
+class _BatchPart(Generic[Key, Given, Made]):
+    """The part of a request that is in a batch."""
+
+    request: _Waiting[Key, Given, Made]
+    inputs: Sequence[Given]
+    size: int
 
 
 class Batcher(Generic[Key, Given, Made]):
-    """Computes requests in a thread of its own, in order of arrival, those with equal keys together.
+    """Computes requests in a thread of its own, those with equal keys together.
 
-    `compute` gets a key and inputs, and returns an output for each. `batch` and `queue` are numbers of inputs; a
-    request with more inputs than a batch is computed alone.
+    `compute` gets a key and inputs, and returns an output for each. An input has a size, the work to compute it; most
+    have 1. `batch` and `queue` are sums of sizes. A batch is smaller if it would take longer than `turn_seconds`; an
+    input that is larger than a batch is computed alone.
     """
 
     def __init__(
@@ -70,36 +95,42 @@ class Batcher(Generic[Key, Given, Made]):
         batch: int,
         queue: int,
         gather_seconds: float,
+        turn_seconds: float,
         on_batch: Callable[[BatchTimes], None] = lambda _: None,
     ) -> None:
         self._compute, self._batch, self._queue = compute, batch, queue
-        self._gather_seconds, self._on_batch = gather_seconds, on_batch
+        self._gather_seconds, self._turn_seconds, self._on_batch = gather_seconds, turn_seconds, on_batch
         self._waiting: deque[_Waiting[Key, Given, Made]] = deque()
         self._changed = threading.Condition()
         self._closed = False
-        self._seconds_per_input = 0.0
+        self._seconds_per_size = 0.0
         self._computing_since: float | None = None
         self._thread = threading.Thread(target=self._run, name="batcher", daemon=True)
         self._thread.start()
 
-    def submit(self, key: Key, inputs: Sequence[Given]) -> Future[Batched[Made]]:
+    def submit(self, key: Key, inputs: Sequence[Given], sizes: Sequence[int] = ()) -> Future[Batched[Made]]:
         """Queue a request; raise QueueFull if its inputs do not fit. Cancel the future if nobody waits for it."""
         future: Future[Batched[Made]] = Future()
+        request = _Waiting(key, inputs, sizes or [1] * len(inputs), future, time.monotonic())
         with self._changed:
-            if self._num_waiting() + len(inputs) > self._queue:
-                # Only now, because it looks at every request: those whose client has left make room.
-                self._waiting = deque(one for one in self._waiting if not one.future.cancelled())
-                if self._num_waiting() + len(inputs) > self._queue:
+            if self._size_waiting() + request.size_left > self._queue:
+                self._forget_done()  # only now, because it looks at every request
+                if self._size_waiting() + request.size_left > self._queue:
                     raise QueueFull(self._retry_seconds())
-            self._waiting.append(_Waiting(key, inputs, future, time.monotonic()))
+            self._waiting.append(request)
             self._changed.notify()
         return future
 
     @property
     def num_waiting(self) -> int:
-        """The number of inputs that wait, without those that are being computed."""
+        """The sizes of the inputs that wait, without those that are being computed."""
         with self._changed:
-            return self._num_waiting()
+            return self._size_waiting()
+
+    @property
+    def is_alive(self) -> bool:
+        """True until the last batch after `close` has been computed."""
+        return self._thread.is_alive()
 
     def is_working(self, patience_seconds: float) -> bool:
         """True unless the thread has died, or has computed one batch for longer than this."""
@@ -115,23 +146,25 @@ class Batcher(Generic[Key, Given, Made]):
             self._waiting.clear()
             self._changed.notify()
 
-    def _num_waiting(self) -> int:
-        return sum(len(one.inputs) for one in self._waiting)
+    def _size_waiting(self) -> int:
+        return sum(one.size_left for one in self._waiting)
+
+    def _forget_done(self) -> None:
+        """Leave out requests whose client has left, whose time is over, or one of whose inputs was bad."""
+        self._waiting = deque(one for one in self._waiting if not one.future.done())
 
     def _retry_seconds(self) -> int:
-        return max(1, min(_MAX_RETRY_SECONDS, math.ceil(self._num_waiting() * self._seconds_per_input)))
+        return max(1, min(_MAX_RETRY_SECONDS, math.ceil(self._size_waiting() * self._seconds_per_size)))
 
     def _run(self) -> None:
-        while group := self._gathered():
-            # From here on a future cannot be cancelled, and its client may leave without effect on the others.
-            group = [one for one in group if one.future.set_running_or_notify_cancel()]
-            if group:
+        while (batch := self._gathered()) is not None:
+            if batch:
                 self._computing_since = time.monotonic()
-                self._settle(group)
+                self._settle(batch)
                 self._computing_since = None
 
-    def _gathered(self) -> list[_Waiting[Key, Given, Made]]:
-        """Wait for requests; return those of the next batch, or none if the batcher was closed."""
+    def _gathered(self) -> list[_BatchPart[Key, Given, Made]] | None:
+        """Wait for requests; return the next batch, or None if the batcher was closed."""
         with self._changed:
             while not self._closed:
                 if not self._waiting:
@@ -139,42 +172,64 @@ class Batcher(Generic[Key, Given, Made]):
                     continue
                 # Requests that came during the last batch have waited for long enough: they do not wait again.
                 pause = self._waiting[0].since + self._gather_seconds - time.monotonic()
-                if self._num_waiting() >= self._batch or pause <= 0:
+                if self._size_waiting() >= self._batch or pause <= 0:
                     return self._taken()
                 self._changed.wait(pause)
+            return None
+
+    def _taken(self) -> list[_BatchPart[Key, Given, Made]]:
+        self._forget_done()
+        if not self._waiting:
             return []
-
-    def _taken(self) -> list[_Waiting[Key, Given, Made]]:
+        key = self._waiting[0].key
+        starts = {one: one.taken for one in self._waiting if one.key == key}
+        turns, size = deque(starts), 0
+        limit = min(self._batch, self._turn_seconds / max(self._seconds_per_size, 1e-9))
+        while turns:
+            request = turns.popleft()
+            next_size = request.sizes[request.taken]
+            if size and size + next_size > limit:
+                continue
+            size, request.taken = size + next_size, request.taken + 1
+            if request.taken < len(request.inputs):
+                turns.append(request)
+        parts = [
+            _BatchPart(request, request.inputs[start : request.taken], sum(request.sizes[start : request.taken]))
+            for request, start in starts.items()
+            if request.taken > start
+        ]
         first = self._waiting.popleft()
-        taken, left, size = [first], deque[_Waiting[Key, Given, Made]](), len(first.inputs)
-        for one in self._waiting:
-            if one.key == first.key and size + len(one.inputs) <= self._batch:
-                taken.append(one)
-                size += len(one.inputs)
-            else:
-                left.append(one)
-        self._waiting = left
-        return taken
+        self._waiting.append(first)
+        self._waiting = deque(one for one in self._waiting if one.taken < len(one.inputs))
+        return parts
 
-    def _settle(self, group: Sequence[_Waiting[Key, Given, Made]]) -> None:
-        inputs = [one for request in group for one in request.inputs]
+    def _settle(self, batch: Sequence[_BatchPart[Key, Given, Made]]) -> None:
+        inputs = [one for part in batch for one in part.inputs]
         started = time.monotonic()
         try:
-            outputs = iter(self._compute(group[0].key, inputs))
-            answers = [Batched([next(outputs) for _ in request.inputs], len(inputs)) for request in group]
+            outputs = iter(self._compute(batch[0].request.key, inputs))
+            rows = [[next(outputs) for _ in part.inputs] for part in batch]
         except Exception as error:
-            if len(group) == 1:
-                group[0].future.set_exception(error)
+            if len(batch) == 1:
+                future = batch[0].request.future
+                if future.set_running_or_notify_cancel():
+                    future.set_exception(error)
                 return
             # Halves, not one by one: what failed is mostly one input, or a batch too large for the memory.
-            middle = len(group) // 2
-            self._settle(group[:middle])
-            self._settle(group[middle:])
+            middle = len(batch) // 2
+            self._settle(batch[:middle])
+            self._settle(batch[middle:])
             return
         seconds = time.monotonic() - started
-        each = seconds / max(1, len(inputs))
-        self._seconds_per_input = _MEMORY * self._seconds_per_input + (1 - _MEMORY) * each
+        each = seconds / max(1, sum(part.size for part in batch))
+        before = self._seconds_per_size or each
+        self._seconds_per_size = _MEMORY * before + (1 - _MEMORY) * each
         # First: whoever has an answer finds it in the metrics.
-        self._on_batch(BatchTimes(len(inputs), len(group), seconds))
-        for request, answer in zip(group, answers, strict=True):
-            request.future.set_result(answer)
+        self._on_batch(BatchTimes(len(inputs), len(batch), seconds))
+        for part, row in zip(batch, rows, strict=True):
+            request = part.request
+            request.outputs += row
+            request.batches += 1
+            is_complete = len(request.outputs) == len(request.inputs)
+            if is_complete and request.future.set_running_or_notify_cancel():
+                request.future.set_result(Batched(request.outputs, len(inputs), request.batches))

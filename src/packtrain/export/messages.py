@@ -367,7 +367,7 @@ _FAULTS: Mapping[int, str] = {
     403: "The request comes from a page of another site.",
     404: "No such model.",
     408: "The body did not arrive in time.",
-    413: "The body is too large.",
+    413: "The body is too large, or its inputs are more work than may wait.",
     415: "The type of the body is not accepted.",
     429: "Too many requests are waiting; try again after `Retry-After` seconds.",
     500: "A defect of the service; its log has the traceback.",

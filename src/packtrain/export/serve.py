@@ -282,7 +282,10 @@ class Endpoints:
         service = self._service
         gauges = {
             "packtrain_ready": ("1 if requests are answered.", float(service.state == "ready")),
-            "packtrain_queue_inputs": ("Inputs that wait to be computed.", float(service.num_waiting)),
+            "packtrain_queue_inputs": (
+                "Inputs that wait to be computed; a large one counts as several.",
+                float(service.num_waiting),
+            ),
             "packtrain_queue_limit": ("Inputs that may wait.", float(service.settings.queue)),
             "packtrain_body_bytes": ("Bytes of requests in memory.", float(self._bytes_held)),
         }
@@ -489,18 +492,22 @@ class Endpoints:
     async def _answers(
         self, request: Request, manner: Manner, questions: Sequence[Question], deadline: float
     ) -> list[Answer]:
-        limit = self._service.settings.queue
-        if len(questions) > limit:
-            raise RequestFault(
-                400, f"{len(questions)} inputs are more than the service accepts, {limit}", param="inputs"
-            )
+        limit = self._service.settings.largest_request
+        # In a thread: texts are tokenized and the headers of images read, which takes a while for many of them.
+        sizes = await asyncio.to_thread(self._service.sizes, manner, questions)
+        if sum(sizes) > limit:
+            large = f", which count as {sum(sizes):,}," if sum(sizes) > len(sizes) else ""
+            message = f"{len(sizes)} inputs{large} are more than the service accepts, {limit:,}; send less at once"
+            raise RequestFault(413, message, "too_large", param="inputs")
         try:
-            submitted = self._service.submit(manner, questions)
+            submitted = self._service.submit(manner, questions, sizes)
         except QueueFull as full:
             headers = {"Retry-After": str(full.retry_seconds)}
             raise RequestFault(429, str(full), "queue_full", headers=headers) from None
         batched = await self._waited(request, submitted, deadline)
-        request.scope["state"]["details"] = f" {len(questions)} of {batched.batch_size} in the batch"
+        alone = f" {len(questions)} of {batched.batch_size} in the batch"
+        several = f" {len(questions)} in {batched.batches} batches"
+        request.scope["state"]["details"] = alone if batched.batches == 1 else several
         self._service.count_answers(batched.outputs)
         return batched.outputs
 
@@ -527,7 +534,7 @@ class Endpoints:
             raise RequestFault(500, "a defect of the service; its log says where", "internal_error") from None
         finally:
             left.cancel()
-            # If it still waits, nobody computes it. Not through asyncio, which would do so only after the response.
+            # What still waits of it is not computed. Not through asyncio, which would do so only after the response.
             submitted.cancel()
 
 

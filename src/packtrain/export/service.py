@@ -12,6 +12,7 @@ from dataclasses import dataclass, replace
 from itertools import count
 from typing import Any, Literal
 
+import numpy as np
 from PIL import Image
 
 from packtrain.errors import Mistake
@@ -20,8 +21,13 @@ from packtrain.export.messages import MAX_INPUTS, ModelEntry, ModelFacts, Servic
 from packtrain.export.model import ExportedModel
 from packtrain.export.predict import DecodeOptions
 from packtrain.export.service_metrics import ServiceMetrics
+from packtrain.pack.picture import pixels_to_decode
 from packtrain.recipes import Decoding, Prediction, Recipe
+from packtrain.recipes.pairs import MAX_INPUT_TOKENS, PairRecipe
 from packtrain.recipes.recipe import Network
+
+# The work that counts as one input: tokens that are read, or written in every hypothesis, and pixels of a file.
+_TOKENS_PER_INPUT, _PIXELS_PER_INPUT = 512, 1_000_000
 
 _MAX_SEED = 2**62
 _STUCK = 4  # times the timeout of a request that a batch may take before the service counts as stuck
@@ -32,13 +38,22 @@ State = Literal["loading", "ready", "draining", "failed"]
 
 @dataclass(frozen=True)
 class ServiceSettings:
-    """Sizes of a batch and of the queue are numbers of inputs."""
+    """Sizes of a batch and of the queue are numbers of inputs, of which a large one counts as several.
+
+    A batch is smaller if it would take longer than `turn_seconds`, which requests of others would have to wait.
+    """
 
     batch: int = 64
     queue: int = 1024
     max_bytes: int = 20_000_000
     timeout_seconds: float = 30.0
     gather_seconds: float = 0.002
+    turn_seconds: float = 2.0
+
+    @property
+    def largest_request(self) -> int:
+        """Half of the queue, so that no request alone makes it full."""
+        return max(1, self.queue // 2)
 
 
 @dataclass(frozen=True)
@@ -81,10 +96,11 @@ class Manner:
 
 @dataclass(frozen=True)
 class Question:
-    """One input: a text, the bytes of an image, or the turns of a conversation."""
+    """One input: a text, the bytes of an image, or a conversation's turns; `number` is its place in the request."""
 
     value: str | bytes | tuple[str, ...]
     max_tokens: int | None = None
+    number: int = 0
 
 
 @dataclass(frozen=True)
@@ -115,13 +131,19 @@ class Service:
         self.draining_since: float | None = None
         self._network: Network | None = None
         self._numbers = count(1)
+        self._loading = threading.Thread(target=self._load, name="load", daemon=True)
         self._batcher: Batcher[Manner, Question, Answer] = Batcher(
-            self._compute, settings.batch, settings.queue, settings.gather_seconds, self._count_batch
+            self._compute,
+            settings.batch,
+            settings.queue,
+            settings.gather_seconds,
+            settings.turn_seconds,
+            self._count_batch,
         )
 
     def start(self) -> None:
         """Load the model in a thread, so that health and readiness are answered meanwhile."""
-        threading.Thread(target=self._load, name="load", daemon=True).start()
+        self._loading.start()
 
     @property
     def state(self) -> State:
@@ -148,6 +170,11 @@ class Service:
         self._batcher.close()
 
     @property
+    def is_busy(self) -> bool:
+        """True until the threads that compute have ended: a process that ends before them would crash."""
+        return self._loading.is_alive() or self._batcher.is_alive
+
+    @property
     def num_waiting(self) -> int:
         return self._batcher.num_waiting
 
@@ -157,7 +184,7 @@ class Service:
         model, recipe = self.model, self.model.recipe
         limits = ServiceLimits(
             max_bytes=self.settings.max_bytes,
-            max_inputs=min(MAX_INPUTS, self.settings.queue),
+            max_inputs=min(MAX_INPUTS, self.settings.largest_request),
             timeout_seconds=self.settings.timeout_seconds,
         )
         facts = ModelFacts(
@@ -192,8 +219,21 @@ class Service:
         has_seed = is_sampled and options.seed is not None
         return Manner(decoding, is_conversation, next(self._numbers) if has_seed else 0)
 
-    def submit(self, manner: Manner, questions: Sequence[Question]) -> Future[Batched[Answer]]:
-        return self._batcher.submit(manner, questions)
+    def sizes(self, manner: Manner, questions: Sequence[Question]) -> list[int]:
+        """Return as how many inputs each question counts, by the work that it takes."""
+        recipe, beam = self.model.recipe, manner.decoding.beam
+        values: list[Any] = [one.value for one in questions]
+        if not isinstance(recipe, PairRecipe):
+            return [1 + pixels_to_decode(value) // _PIXELS_PER_INPUT for value in values]
+        rows = iter(recipe.pack.vocabulary.encode([text for value in values for text in _texts(value)]))
+        read = np.array([sum(len(next(rows)) for _ in _texts(value)) for value in values]).clip(max=MAX_INPUT_TOKENS)
+        hypotheses = 1 if manner.decoding.nucleus is not None else beam
+        tokens: list[int] = (read + hypotheses * recipe.max_lengths(read)).tolist()
+        return [1 + count // _TOKENS_PER_INPUT for count in tokens]
+
+    def submit(self, manner: Manner, questions: Sequence[Question], sizes: Sequence[int]) -> Future[Batched[Answer]]:
+        numbered = [replace(one, number=number) for number, one in enumerate(questions)]
+        return self._batcher.submit(manner, numbered, sizes)
 
     def _load(self) -> None:
         try:
@@ -207,9 +247,12 @@ class Service:
 
     def _compute(self, manner: Manner, questions: Sequence[Question]) -> list[Answer]:
         assert self._network is not None  # requests are refused before
-        if manner.decoding.nucleus is not None and not manner.number:
-            # Nobody asked for a seed, so answers differ from request to request.
-            manner = replace(manner, decoding=replace(manner.decoding, seed=secrets.randbelow(_MAX_SEED)))
+        decoding = manner.decoding
+        if decoding.nucleus is not None:
+            # Without a seed of the client, answers differ from request to request. With one they do not depend on how
+            # the request is divided into batches.
+            seed = decoding.seed if manner.number else secrets.randbelow(_MAX_SEED)
+            manner = replace(manner, decoding=replace(decoding, seed=seed, first_number=questions[0].number))
         return self._answers(self._network, manner, questions)
 
     def _answers(self, network: Network, manner: Manner, questions: Sequence[Question]) -> list[Answer]:
@@ -221,11 +264,8 @@ class Service:
             made = recipe.reply(network, values, manner.decoding)
         else:
             made = recipe.predict(network, values, manner.decoding)
-        # Tokens are counted here and not where requests are answered: a tokenizer belongs to one thread.
-        vocabulary = recipe.pack.vocabulary
-        asked = [one if manner.is_conversation else (one,) for one in values]
-        read = iter(vocabulary.encode([text for texts in asked for text in texts]))
-        counts = [sum(len(next(read)) for _ in texts) for texts in asked]
+        read = iter(recipe.pack.vocabulary.encode([text for value in values for text in _texts(value)]))
+        counts = [sum(len(next(read)) for _ in _texts(value)) for value in values]
         rows = zip(questions, made, counts, strict=True)
         return [Answer(one, num_read, self._outputs(one, question.max_tokens)) for question, one, num_read in rows]
 
@@ -251,6 +291,10 @@ class Service:
 
     def _count_batch(self, times: BatchTimes) -> None:
         self.metrics.count_batch(times.inputs, times.seconds)
+
+
+def _texts(value: str | tuple[str, ...]) -> tuple[str, ...]:
+    return (value,) if isinstance(value, str) else value
 
 
 def _warm_up(recipe: Recipe) -> Question:

@@ -39,6 +39,8 @@ MAX_BYTES = 300_000_000  # of a file: 89 million pixels with 8 bits for each col
 _FORMATS = ["JPEG", "PNG", "WEBP", "GIF", "BMP", "TIFF"]
 _MAGIC = (b"\xff\xd8\xff", b"\x89PNG", b"RIFF", b"GIF8", b"BM", b"II*\0", b"MM\0*", b"II+\0", b"MM\0+")
 _MAX_SCANS = 500  # of a progressive JPEG; each costs a pass over all pixels, however small it is
+_SCANS_AS_LONG = 20  # that take as long as the rest of decoding
+_SCAN = b"\xff\xda"
 _SUBSAMPLINGS = {0: "4:4:4", 1: "4:2:2", 2: "4:2:0"}
 _ORIENTATION = 0x0112
 _UPRIGHT = {
@@ -81,6 +83,17 @@ def to_copies(data: bytes, short_sides: Sequence[int | None]) -> list[Tiled]:
     return [_tiled(pixels, coding, _UPRIGHT.get(upright), short_side) for short_side in short_sides]
 
 
+def pixels_to_decode(data: bytes) -> int:
+    """Return how many pixels the bytes of an image file cost to decode, by the header alone; 0 if it is unusable."""
+    with _quiet():
+        try:
+            image = _open(data)
+        except UnusableImage:
+            return 0
+    scans = data.count(_SCAN) if image.info.get("progressive") else 0
+    return image.width * image.height * max(1, scans // _SCANS_AS_LONG)
+
+
 def _tiled(pixels: Image.Image, coding: Coding, turn: Image.Transpose | None, short_side: int | None) -> Tiled:
     if short_side is not None and min(pixels.size) > short_side:
         coding = Coding()
@@ -106,7 +119,7 @@ def _open(data: bytes) -> Image.Image:
         raise UnusableImage(_fault(error)) from error
     if image.width * image.height > MAX_PIXELS:
         raise UnusableImage("too many pixels")
-    if image.info.get("progressive") and data.count(b"\xff\xda") > _MAX_SCANS:
+    if image.info.get("progressive") and data.count(_SCAN) > _MAX_SCANS:
         raise UnusableImage("damaged")
     return image
 

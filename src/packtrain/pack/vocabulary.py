@@ -53,6 +53,8 @@ _FORM = {
 
 class Vocabulary:
     def __init__(self, tokenizer: Tokenizer) -> None:
+        # Despite its name: special tokens in a text are plain text. Set once, so that threads may share the vocabulary.
+        tokenizer.encode_special_tokens = True
         self._tokenizer = tokenizer
 
     @classmethod
@@ -120,7 +122,6 @@ class Vocabulary:
 
         A special token written out in a text, such as `<eos>`, is encoded like any other text.
         """
-        self._tokenizer.encode_special_tokens = True  # despite its name: special tokens in a text are plain text
         return [encoding.ids for encoding in self._tokenizer.encode_batch_fast(list(_checked(texts)))]
 
     def is_strange(self, text: str) -> bool:

@@ -272,7 +272,7 @@ class PairRecipe(Recipe):
         def search(part: Ids) -> list[list[Hypothesis]]:
             on_batch()
             limits = self.max_lengths(source.lengths[part])
-            return network.search(pad(source, part, PAD), limits, decoding, part.tolist())
+            return network.search(pad(source, part, PAD), limits, decoding, (part + decoding.first_number).tolist())
 
         for part, hypotheses in zip(parts, in_threads(search, parts, at_once), strict=True):
             texts = iter(self.pack.vocabulary.decode([one.tokens for own in hypotheses for one in own]))

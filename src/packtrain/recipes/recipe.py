@@ -111,7 +111,8 @@ class Decoding:
     """How outputs are generated: by beam search, or by nucleus sampling if `nucleus` (the probability mass) is set.
 
     `repetition` above 1 makes tokens that were already written less likely; no n-gram of `no_repeat` tokens is
-    written twice. A beam search returns its `n_best` outputs, at most as many as the beam.
+    written twice. A beam search returns its `n_best` outputs, at most as many as the beam. What is sampled depends on
+    the seed and on the number of an input; `first_number` is that of the first one.
     """
 
     beam: int = 4
@@ -120,6 +121,7 @@ class Decoding:
     repetition: float = 1.0
     no_repeat: int = 0
     seed: int = 1
+    first_number: int = 0
     n_best: int = 1
 
 
