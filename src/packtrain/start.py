@@ -450,9 +450,7 @@ def reopen(run: Run, accept: Accept, say: Say = print_line, overrides: Sequence[
     job, changes = changed_job(run.job_data, overrides) if overrides else (run.job, [])
     if overrides:
         _check_can_continue(run, job)
-    # What the store has, not what this person makes of it: nobody has accepted that before.
-    if _needs_trust(run.job) or _needs_trust(job):
-        require_trust(run, accept)
+    require_trust(run, accept, job)
     is_own = is_remembered(run)
     _require_torch(job)
     if (fault := _store_fault(job, run.store)) is not None:
@@ -502,16 +500,6 @@ def edited_since(run: Run, overrides: Sequence[str] = ()) -> str | None:
     return (
         f"resumes the {code} of {show_time(run.launches()[0].time)}; {which} changed since. To use what is there now:"
         f" {shlex.join(command)}"
-    )
-
-
-def _needs_trust(job: Job) -> bool:
-    # Not only code: the job says which machines get which of this person's secrets, and how they are reached.
-    return (
-        job.has_own_code
-        or bool(job.environment)
-        or job.fleet.kind.power_off
-        or not fleet_of(job.fleet.kind).trains_here
     )
 
 

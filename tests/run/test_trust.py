@@ -11,10 +11,15 @@ import pytest
 
 import packtrain as pt
 from packtrain.errors import Mistake
+from packtrain.fleet.local import LocalSettings
+from packtrain.job import Job
+from packtrain.job.job import CheckpointSettings, FleetSettings, ReportSettings
+from packtrain.job.kinds import EXCHANGES, FLEETS, FORMATS, OPTIMIZERS, SCHEDULES, kind_class
+from packtrain.job.part import Part
 from packtrain.pack.build import PlainProgress
 from packtrain.run.code import archive
 from packtrain.run.run import Run
-from packtrain.run.trust import CodeReview, refuse, remember, require_trust
+from packtrain.run.trust import CodeReview, refuse, remember, require_trust, risks
 from packtrain.start import create, load
 from packtrain.store import Store, open_store
 from packtrain.system import state_directory
@@ -128,14 +133,101 @@ def test_a_job_that_was_changed_in_the_store_is_not_resumed(tmp_path: Path, monk
         pt.open(run.name, run.store.url).resume()
 
 
+RISKS: dict[str, dict[str, Any]] = {
+    "environment": {"environment": ["TOKEN"]},
+    "origin": {"origin": {"directory": "/", "inode": 1}},
+    "inputs": {"inputs": {"secrets": "/root"}},
+    "report.mlflow": {"report": {"mlflow": "https://mlflow.of-somebody-else.example"}},
+    "fleet.public_address": {"fleet": {"public_address": True}},
+    "fleet.cache": {"fleet": {"cache": {"directory": "/etc"}}},
+    "fleet.local.power_off": {"fleet": {"local": {"power_off": True}}},
+    "fleet.ssh": {"fleet": {"ssh": {"hosts": ["gpu-of-somebody-else"]}}},
+    "fleet.mpi": {"fleet": {"mpi": {"hosts": ["gpu-of-somebody-else"]}}},
+    "fleet.slurm": {"fleet": {"slurm": {}}},
+    "fleet.kubernetes": {"fleet": {"kubernetes": {"image": "image"}}},
+    "fleet.aws": {"fleet": {"aws": {"region": "us-east-1", "instances": ["g5.xlarge"], "role": "a"}}},
+    "fleet.ibm": {"fleet": {"ibm": {"datacenter": "dal10", "flavor": "AC2_8X60X100", "image": "a"}}},
+    "recipe": {"recipe": "mine:Mine"},
+    "program": {"recipe": None, "program": ["train.py"]},
+}
+"""Every setting that needs trust, with a job of a recipe that has it."""
+
+
+def job_with(field: str) -> Job:
+    if field == "program":
+        return program_job()
+    return recipe_job(**RISKS[field])
+
+
 @pytest.mark.usefixtures("processes")
-@pytest.mark.parametrize("fields", [{"environment": ["TOKEN"]}, {"fleet": {"ssh": {"hosts": ["gpu-a"]}}}])
-def test_a_job_of_somebody_else_that_names_machines_or_variables_is_not_resumed_unasked(
-    directory_store: Store, fields: dict[str, Any]
+@pytest.mark.parametrize(
+    ("verb", "field"), [("resume", "environment"), ("resume", "fleet.ssh"), ("node", "report.mlflow")]
+)
+def test_a_job_of_somebody_else_that_needs_trust_is_not_run_unasked(
+    directory_store: Store, verb: str, field: str
 ) -> None:
-    done = packtrain("resume", new_run(directory_store, recipe_job(**fields)))
+    done = packtrain(verb, new_run(directory_store, job_with(field)))
     assert done.returncode == 2
-    assert "job-1 was not started from here, and its job decides which machines get which variables" in done.stderr
+    assert f"job-1 was not started from here, and its job sets {field};" in done.stderr
+
+
+@pytest.mark.usefixtures("processes")
+def test_a_run_whose_job_was_given_another_mlflow_in_the_store_is_not_resumed(
+    directory_store: Store, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its first machine would send the token that it gets from this person's environment."""
+    monkeypatch.setenv("MLFLOW_TRACKING_TOKEN", "canary")
+    run = new_run(directory_store, recipe_job())
+    remember(run)
+    changed = job_with("report.mlflow")
+    run.store.put(run.key("job.json"), changed.model_dump_json().encode())
+    done = packtrain("resume", run)
+    assert (done.returncode, "job.json changed" in done.stderr) == (2, True), done.stderr
+    assert run.launches() == []
+
+
+@pytest.mark.parametrize("field", RISKS)
+def test_a_field_that_could_do_harm_needs_trust(field: str) -> None:
+    assert risks(job_with(field)) == (field,)
+
+
+def parts() -> list[type[Part]]:
+    """Return the classes of everything that a job can have in it."""
+    for family in (FLEETS, FORMATS, SCHEDULES, OPTIMIZERS, EXCHANGES):
+        for word in family:
+            kind_class(family, word)
+    classes = [Part]
+    for kind in classes:
+        classes += [inner for inner in kind.__subclasses__() if inner.__module__.startswith("packtrain.")]
+    return classes
+
+
+def test_every_field_of_a_job_needs_trust_unless_it_is_called_harmless() -> None:
+    """`RISKS` and the settings' own lists together are all fields: a new one is in neither until somebody decides."""
+    words = {kind_class(FLEETS, word): word for word in FLEETS}
+    places = {Job: "", FleetSettings: "fleet.", ReportSettings: "report.", LocalSettings: "fleet.local."}
+    risky: set[str] = set()
+    for part in parts():
+        declared = [vars(base)["harmless"] for base in part.__mro__ if "harmless" in vars(base)]
+        names = set().union(*declared)
+        assert names <= set(part.model_fields), f"{part.__name__} calls fields harmless that it does not have"
+        if declared:
+            risky |= {places.get(part, f"{part.__name__}.") + name for name in set(part.model_fields) - names}
+        elif part in words:
+            risky.add(f"fleet.{words[part]}")
+    assert risky | {"recipe"} == {*RISKS, "outputs"}, "a recipe's job has no outputs"
+
+
+def test_a_field_that_nobody_has_called_harmless_needs_trust() -> None:
+    class Newer(CheckpointSettings):
+        upload_to: str = ""
+
+    job = recipe_job()
+    assert risks(job) == ()
+    assert risks(job.model_copy(update={"checkpoint": Newer()})) == (), "its default is ours"
+    changed = job.model_copy(update={"checkpoint": Newer(upload_to="https://elsewhere.example")})
+    assert risks(changed) == ("checkpoint.upload_to",)
+    assert risks(changed, ["recipe", "model"]) == (), "whoever does not read the section"
 
 
 @pytest.mark.usefixtures("processes")

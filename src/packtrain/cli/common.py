@@ -189,6 +189,8 @@ def _about(review: CodeReview) -> Iterator[str]:
         yield f"  and {len(review.changes) - _SHOWN_FILES} more"
     yield f"It runs: {job.recipe or ' '.join(job.program or ())}"
     yield f"Fleet: {job.fleet.model_dump_json(exclude_defaults=True)}"
+    if job.report.mlflow is not None:
+        yield f"MLflow, which gets your keys for it: {job.report.mlflow}"
     if job.environment:
         yield f"Variables that it gets: {', '.join(job.environment)}"
     if job.has_own_code:

@@ -509,9 +509,7 @@ def _check_code(run: Run, expected: str | None, trust_code: bool) -> None:
     from packtrain.run.trust import require_trust
 
     if expected is None:
-        # Whoever may choose where MLflow is gets the keys for it that this machine has.
-        if run.job.has_own_code or run.job.fleet.kind.power_off or run.job.report.mlflow is not None:
-            require_trust(run, trusting(trust_code))
+        require_trust(run, trusting(trust_code))
     elif run.code_digest != expected:
         # Not a Mistake: nobody is at this machine to correct it, and a rented one has to shut down.
         raise RunFailed(f"{run.name}: job or code in {run.store.url} are not those that its client started; not run")

@@ -38,6 +38,8 @@ MAX_CHARACTERS = 1_000_000  # of a text, for any recipe; those of Packtrain acce
 _TEXTS_AT_ONCE = 2048  # sorted by length and divided into batches
 _IMAGES_AT_ONCE = 128  # kept in memory together, as files
 
+_COMPUTED = ("recipe", "data", "model", "train", "evaluate")  # the sections of a job that the model of a run needs
+
 
 @dataclass(frozen=True)
 class DecodeOptions:
@@ -243,8 +245,7 @@ def recipe_for(run: Run, accept: Accept = refuse, purpose: str = "predict") -> R
     """Return the recipe of a run on its pack; raise Mistake if this machine cannot or may not compute with it."""
     if run.job.recipe is None:
         raise Mistake(f"{run.name} runs a program; {purpose} works for recipes only")
-    if run.job.has_own_code:
-        require_trust(run, accept)
+    require_trust(run, accept, sections=_COMPUTED)
     # Before anything is downloaded: a client without torch gets one line instead of a traceback.
     try:
         import packtrain.train.state  # noqa: F401

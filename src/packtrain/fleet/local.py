@@ -64,6 +64,7 @@ class LocalSettings(FleetKind):
     """This machine; several nodes on it stand for as many machines."""
 
     shares_machines = True
+    harmless = frozenset({"machines"})
 
     def faults(self) -> Iterator[tuple[Location, str]]:
         if self.machines.most > MAX_WORKERS:

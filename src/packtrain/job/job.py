@@ -90,6 +90,22 @@ _RECIPES_ONLY = "applies to recipes only, not to programs"
 class DataSettings(Part):
     """The data of each split. `valid: 5 %` in a job file is `held_out`: that share of the training data."""
 
+    harmless = frozenset(
+        {
+            "train",
+            "valid",
+            "test",
+            "vocabulary",
+            "max_words",
+            "max_ratio",
+            "joint",
+            "sizes",
+            "stage",
+            "pack",
+            "held_out",
+        }
+    )
+
     train: tuple[AnySource, ...]
     valid: tuple[AnySource, ...] = ()
     test: tuple[AnySource, ...] = ()
@@ -172,6 +188,7 @@ class ModelSettings(Part):
     """A named size and the options that change it. The recipe checks both."""
 
     filled_in = frozenset({"size"})
+    harmless = frozenset({"size", "options"})  # files that options name are taken from the store only
 
     size: Name
     options: Annotated[dict[str, Option], PlainValidator(_read_options, json_schema_input_type=dict[str, Option])] = (
@@ -212,6 +229,8 @@ _GPU_SHARE = {"samples": (16, 64), "tokens": (1024, 4096)}
 class RandAugmentSettings(Part):
     """How many random operations change an image, and how much each of them changes it."""
 
+    harmless = frozenset({"operations", "magnitude"})
+
     operations: Annotated[int, Field(strict=True, ge=1, le=8)] = 2
     magnitude: Annotated[float, Field(strict=True, ge=0, le=30, allow_inf_nan=False)] = 9.0
 
@@ -221,6 +240,8 @@ class AugmentSettings(Part):
 
     These two are the parameter of the beta distribution that the weights are drawn from; 0 is off.
     """
+
+    harmless = frozenset({"randaugment", "erasing", "mixup", "cutmix"})
 
     randaugment: RandAugmentSettings | None = None
     erasing: Annotated[float, Field(strict=True, ge=0, le=1, allow_inf_nan=False)] = 0.0
@@ -235,6 +256,8 @@ class AugmentSettings(Part):
 class RateScale(Part):
     """The batch that the rates of the schedule are written for: with another one they change linearly with it, or with
     its square root."""
+
+    harmless = frozenset({"linear", "sqrt"})
 
     linear: BatchSize | None = None
     sqrt: BatchSize | None = None
@@ -266,6 +289,11 @@ class TrainSettings(Part):
     """How a model is trained. A worker accumulates gradients over micro-batches of at most `micro_batch`."""
 
     filled_in = frozenset({"duration", "batch", "schedule"})
+    harmless = frozenset({
+        "duration", "batch", "micro_batch", "precision", "exchange", "optimizer", "schedule", "scale_rate", "clip",
+        "label_smoothing", "ema", "size", "min_scale", "rectangular", "augment", "exact", "compile", "compile_backend",
+        "activation_checkpointing", "patience", "profile", "seed",
+    })  # fmt: skip
 
     duration: Length
     batch: BatchSize
@@ -325,6 +353,8 @@ class TrainSettings(Part):
 class EvaluateSettings(Part):
     """When and how to evaluate. `every` is None if the only evaluation is at the end."""
 
+    harmless = frozenset({"every", "samples", "beam"})
+
     every: Length | None = None
     samples: Count = 100
     beam: Annotated[int, Field(strict=True, ge=1, le=1000)] = 4
@@ -335,6 +365,8 @@ class CheckpointSettings(Part):
 
     `best_by` is `loss`, or one of the recipe's scores.
     """
+
+    harmless = frozenset({"every", "keep_last", "keep_best", "best_by"})
 
     every: Interval = Duration(300, "seconds")
     keep_last: Ordinal = 2
@@ -355,6 +387,8 @@ class FleetSettings(Part):
     `price` is in dollars per machine and hour. `public_address` allows collectives over public addresses, although they
     are neither encrypted nor authenticated.
     """
+
+    harmless = frozenset({"kind", "workers", "failures", "price"})
 
     kind: FleetKind = default_kind(FLEETS, "local")
     workers: WorkerCount | None = None
@@ -410,10 +444,14 @@ class FleetSettings(Part):
 class ReportSettings(Part):
     """Where else to report a run: `mlflow` is the URI of a tracking server, or a directory for MLflow's file store."""
 
+    harmless = frozenset()  # the URI gets this person's keys for MLflow
+
     mlflow: TrackingPath | None = None
 
 
 class BudgetSettings(Part):
+    harmless = frozenset({"dollars", "hours"})
+
     dollars: Positive | None = None
     hours: Positive | None = None
 
@@ -457,6 +495,8 @@ class Parent(Part):
     `takes` is everything, for a fork, or the weights alone: as they were trained, or their moving average. `sha256` is
     that of the checkpoint's manifest. The run has its own copy of what it takes.
     """
+
+    harmless = frozenset({"run", "store", "step", "checkpoint", "sha256", "takes"})
 
     run: Name
     store: StorePath
@@ -503,6 +543,13 @@ class Job(Part):
 
     Relative source paths are made absolute when a job is loaded; `store` and `code` stay as written.
     """
+
+    # Only creating a run reads `store`, `code`, `weights` and the paths of `data`. `recipe` is harmless unless it is
+    # somebody's own, which `risks` in run/trust.py says.
+    harmless = frozenset({
+        "name", "recipe", "store", "code", "weights", "parent", "data", "model", "train", "evaluate", "checkpoint",
+        "fleet", "budget", "report",
+    })  # fmt: skip
 
     name: Name
     recipe: RecipeName | None = None

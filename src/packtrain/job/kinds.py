@@ -154,6 +154,7 @@ class Source(Part):
     `filtered` what is not meant to be used: the format itself says so, or it is no sample.
     """
 
+    harmless = frozenset({"paths", "weight"})
     contents: ClassVar[frozenset[str]]
     path_counts: ClassVar[Sequence[int]]
     example: ClassVar[str]
@@ -213,6 +214,7 @@ class ScheduleKind(Part):
     """How the learning rate changes over a run. `ends_with_run`: it falls until the run ends."""
 
     ends_with_run: ClassVar[bool] = False
+    harmless = frozenset()
 
     @property
     def follows_duration(self) -> bool:
@@ -256,6 +258,8 @@ class ScheduleKind(Part):
 class OptimizerKind(Part):
     """How gradients change the weights. Norms and biases do not decay."""
 
+    harmless = frozenset({"decay"})
+
     decay: NotNegative = 0.0
 
     @property
@@ -279,6 +283,7 @@ class ExchangeKind(Part):
     syncs_every_step: ClassVar[bool] = True
     shards_model: ClassVar[bool] = False
     traffic: ClassVar[int] = 2
+    harmless = frozenset()
 
     @property
     def copies(self) -> int:

@@ -181,6 +181,12 @@ class Part(BaseModel):
     filled_in: ClassVar[frozenset[str]] = frozenset()
     """Required fields that a job file may leave out: a recipe's defaults, or `arrange`, fill them in."""
 
+    harmless: ClassVar[frozenset[str]]
+    """Fields that may hold any value in a job that somebody else has written (run/trust.py), whoever runs it.
+
+    Subclasses add to those of their bases. A part whose classes name none needs trust as a whole.
+    """
+
     @classmethod
     def arrange(cls, given: dict[str, Any], problems: list[InitErrorDetails]) -> dict[str, Any]:  # noqa: ARG003
         """Turn what a job file says into the fields of the class, where the two differ."""

@@ -37,6 +37,8 @@ class PairSource(Source):
     pairs of a set and `without_last` the others, so that a set without splits can be divided.
     """
 
+    harmless = frozenset({"columns", "last", "without_last"})
+
     columns: tuple[Ordinal, Ordinal] | None = None
     last: Ordinal | None = None
     without_last: Ordinal | None = None

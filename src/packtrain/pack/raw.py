@@ -58,6 +58,8 @@ _WINDOWS_1252 = {
 class ImageSource(Source):
     """Images. With `links`, links in a folder may lead out of it, for example to shared storage."""
 
+    harmless = frozenset({"links"})
+
     links: Boolean = False
 
 

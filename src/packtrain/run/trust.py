@@ -1,7 +1,8 @@
 """The code of runs that this person has accepted, remembered on this machine.
 
-Whoever writes the store can change the job and the code of a run, and so what its nodes and `predict` execute. What
-this person started here is remembered by its digest; anything else is shown first, and runs only if accepted.
+Whoever writes the store can change the job and the code of a run, and so what its nodes and `predict` execute, where
+secrets are sent, and which machines are contacted. What this person started here is remembered by its digest; anything
+else that could do harm is shown first, and runs only if accepted.
 """
 
 from __future__ import annotations
@@ -10,13 +11,15 @@ import hashlib
 import json
 import os
 import tempfile
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
 from packtrain.errors import Mistake
-from packtrain.job.kinds import FleetKind
+from packtrain.job import Job
+from packtrain.job.kinds import FLEETS, FleetKind, word_of
+from packtrain.job.part import Part
 from packtrain.run.code import CodeFile, files_of
 from packtrain.run.run import Run
 from packtrain.system import state_directory
@@ -36,11 +39,15 @@ class Change:
 
 @dataclass(frozen=True)
 class CodeReview:
-    """Code that this person has not accepted. `known`: other code of the same run was."""
+    """A job and code that this person has not accepted. `known`: others of the same run were.
+
+    `fields` are those of the job that need trust.
+    """
 
     run: Run
     known: bool
     changes: tuple[Change, ...]
+    fields: tuple[str, ...]
 
     @property
     def reason(self) -> str:
@@ -51,7 +58,7 @@ class CodeReview:
             more = f" and {len(names) - _NAMED} more" if len(names) > _NAMED else ""
             return f"{name} is not what you ran before: {', '.join(names[:_NAMED])}{more} changed"
         if not self.run.job.has_own_code:
-            return f"{name} was not started from here, and its job decides which machines get which variables"
+            return f"{name} was not started from here, and its job sets {', '.join(self.fields)}"
         size = show_bytes(sum(change.size for change in self.changes))
         return f"{name} was not started from here, and runs its own code ({counted(len(self.changes), 'file')}, {size})"
 
@@ -64,11 +71,42 @@ def refuse(review: CodeReview) -> None:
     raise Mistake(f"{review.reason}; somebody has to accept it first")
 
 
-def require_trust(run: Run, accept: Accept) -> None:
-    """Return if the code of the run is the one remembered, or is accepted now."""
-    if is_remembered(run):
+def risks(job: Job, sections: Collection[str] | None = None) -> tuple[str, ...]:
+    """Return the fields with which a job could run code, send secrets, or reach machines and files of this person.
+
+    Those are all that no part of the job calls harmless, unless they have their defaults. `sections` are what the
+    caller reads of the job; None is all of it.
+    """
+    fields = [*_risks(job, ""), *(["recipe"] if job.has_own_code and job.recipe is not None else [])]
+    return tuple(field for field in fields if sections is None or field.partition(".")[0] in sections)
+
+
+def _risks(part: Part, place: str) -> Iterator[str]:
+    declared = [vars(base)["harmless"] for base in type(part).__mro__ if "harmless" in vars(base)]
+    if not declared:
+        yield place.removesuffix(".")
         return
-    accept(_review(run, _read(_path(run))))
+    harmless = frozenset[str]().union(*declared)
+    for name, field in type(part).model_fields.items():
+        value = getattr(part, name)
+        inner = f"{place}{word_of(FLEETS, value) if isinstance(value, FleetKind) else name}"
+        if name in harmless:
+            for member in value if isinstance(value, tuple) else (value,):
+                if isinstance(member, Part):
+                    yield from _risks(member, f"{inner}.")
+        elif field.is_required() or value != field.get_default(call_default_factory=True):
+            yield inner
+
+
+def require_trust(run: Run, accept: Accept, job: Job | None = None, sections: Collection[str] | None = None) -> None:
+    """Return if the run needs no trust, or if its job and code are those remembered, or are accepted now.
+
+    `job` is what the run is about to get. What its store has counts as well: nobody may have accepted that.
+    """
+    fields = dict.fromkeys(field for one in (run.job, job) if one is not None for field in risks(one, sections))
+    if not fields or is_remembered(run):
+        return
+    accept(_review(run, _read(_path(run)), tuple(fields)))
     remember(run)
 
 
@@ -145,7 +183,7 @@ def _files(run: Run) -> dict[str, tuple[str, int]]:
     }
 
 
-def _review(run: Run, remembered: _Record | None) -> CodeReview:
+def _review(run: Run, remembered: _Record | None, fields: tuple[str, ...]) -> CodeReview:
     now, before = _files(run), remembered.files if remembered is not None else {}
     changes = [
         Change("changed" if name in before else "added", name, size)
@@ -153,4 +191,4 @@ def _review(run: Run, remembered: _Record | None) -> CodeReview:
         if before.get(name) != digest
     ]
     changes += [Change("removed", name, 0) for name in before if name not in now]
-    return CodeReview(run, remembered is not None, tuple(changes))
+    return CodeReview(run, remembered is not None, tuple(changes), fields)

@@ -49,6 +49,8 @@ class SyncedModel:
 class DdpSettings(ExchangeKind):
     """Gradients are averaged at every step; `compress` sends them in 16 bits."""
 
+    harmless = frozenset({"compress"})
+
     compress: Literal["no", "fp16", "bf16"] = "no"
 
     @property
@@ -75,6 +77,7 @@ class LocalSyncSettings(ExchangeKind):
     """
 
     syncs_every_step = False
+    harmless = frozenset({"every", "rate", "momentum", "overlap", "compress", "fragments"})
 
     every: Steps
     rate: Positive = 0.7
@@ -136,6 +139,7 @@ class FsdpSettings(ExchangeKind):
     """
 
     shards_model = True
+    harmless = frozenset({"accumulate"})
     traffic = 3  # weights are gathered for the forward and for the backward pass, gradients are scattered
 
     accumulate: Literal["whole", "sharded"] = "whole"

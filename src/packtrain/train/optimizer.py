@@ -24,6 +24,8 @@ _COUNTER = "step"  # the entry of an optimizer's state that is a number and not 
 
 
 class SgdSettings(OptimizerKind):
+    harmless = frozenset({"momentum", "nesterov"})
+
     momentum: Fraction = 0.9
     nesterov: Boolean = False
 
@@ -50,6 +52,8 @@ class SgdSettings(OptimizerKind):
 class AdamSettings(OptimizerKind):
     """Adam, which adds the decay to the gradient."""
 
+    harmless = frozenset({"betas", "epsilon"})
+
     betas: tuple[Fraction, Fraction] = (0.9, 0.997)
     epsilon: Positive = 1e-9
 
@@ -65,6 +69,8 @@ class AdamSettings(OptimizerKind):
 
 class AdamWSettings(OptimizerKind):
     """AdamW, which subtracts the decay from the weights."""
+
+    harmless = frozenset({"betas", "epsilon"})
 
     betas: tuple[Fraction, Fraction] = (0.9, 0.999)
     epsilon: Positive = 1e-8
@@ -83,6 +89,8 @@ class AdamWSettings(OptimizerKind):
 class LarsSettings(OptimizerKind):
     """SGD for large batches of images: each layer steps in proportion to the norm of its weights."""
 
+    harmless = frozenset({"momentum", "trust"})
+
     momentum: Fraction = 0.9
     trust: Positive = 0.001
 
@@ -98,6 +106,8 @@ class LarsSettings(OptimizerKind):
 
 class LambSettings(OptimizerKind):
     """AdamW for large batches: each layer steps in proportion to the norm of its weights."""
+
+    harmless = frozenset({"betas", "epsilon"})
 
     betas: tuple[Fraction, Fraction] = (0.9, 0.999)
     epsilon: Positive = 1e-6

@@ -53,6 +53,8 @@ class NoamSettings(ScheduleKind):
     If `warmup` is more than `share` of the run, that share is the warm-up, and its peak is what `warmup` would reach.
     """
 
+    harmless = frozenset({"warmup", "scale", "peak", "share"})
+
     warmup: Steps
     scale: Positive | None = None
     peak: Positive | None = None
@@ -146,6 +148,8 @@ class NoamSettings(ScheduleKind):
 class ConstantSettings(ScheduleKind):
     """The same rate all along."""
 
+    harmless = frozenset({"rate"})
+
     rate: Positive
 
     @property
@@ -160,6 +164,8 @@ class _OverTheRun(ScheduleKind):
     """A schedule that depends on where the run ends."""
 
     ends_with_run = True
+    harmless = frozenset({"peak"})
+
     peak: Positive
 
     def default_for(self, written: Duration, now: Duration) -> ScheduleKind:
@@ -175,6 +181,8 @@ class _OverTheRun(ScheduleKind):
 
 class OneCycleSettings(_OverTheRun):
     """Up to the peak over a share of the run, then down to almost zero, both along a cosine."""
+
+    harmless = frozenset({"warmup", "start", "end"})
 
     warmup: Fraction = 0.3
     start: Scale = 0.04
@@ -199,6 +207,8 @@ class OneCycleSettings(_OverTheRun):
 
 class CosineSettings(_OverTheRun):
     """Linear up to the peak, then along a cosine to the floor at the end of the run."""
+
+    harmless = frozenset({"warmup", "floor"})
 
     warmup: Length | None = None
     floor: NotNegative = 0.0
@@ -237,6 +247,8 @@ class CosineSettings(_OverTheRun):
 
 class StepDownSettings(ScheduleKind):
     """A rate that is multiplied by a factor at regular intervals, after a linear warm-up."""
+
+    harmless = frozenset({"rate", "every", "factor", "warmup"})
 
     rate: Positive
     every: Length
@@ -284,6 +296,8 @@ def _rates(value: object) -> tuple[float, float]:
 class Phase(Part):
     """A phase of the run; a pair of rates is a linear change. Fields that are not given keep their value."""
 
+    harmless = frozenset({"until", "rate", "batch", "size", "min_scale", "rectangular"})
+
     until: Length
     rate: Annotated[
         tuple[float, float],
@@ -315,6 +329,8 @@ class Phase(Part):
 
 class PhasesSettings(ScheduleKind):
     """Phases of the run, one after the other."""
+
+    harmless = frozenset({"phases"})
 
     phases: tuple[Phase, ...]
 
