@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from itertools import count
 from pathlib import Path
 
 import pytest
@@ -18,10 +19,22 @@ from packtrain.run.inputs import staged
 from packtrain.run.records import FleetLaunch, JobSource, Result
 from packtrain.run.run import Run
 from packtrain.run.trust import is_remembered, refuse, remember
-from packtrain.start import create, dry_run, edited_since, load, manifests, prepare, prepare_run, reopen, start
+from packtrain.start import (
+    AlreadyComplete,
+    create,
+    dry_run,
+    edited_since,
+    load,
+    manifests,
+    prepare,
+    prepare_run,
+    reopen,
+    start,
+)
 from packtrain.store import Store, open_store
 from packtrain.system import this_client
 from packtrain.units import show_time
+from parts.faulty import FaultyStore, Killed
 from parts.loopback import free_port
 from parts.runs import a_lease, new_run, program_job, recipe_job, write_files
 
@@ -150,6 +163,63 @@ def test_a_finished_run_is_not_reopened_without_something_to_do(
         reopen(run, refuse, lambda _: None, [override])
     assert run.result() is not None
     assert Run(directory_store, run.name).job_data == before
+
+
+@pytest.mark.parametrize("status", ["finished", "stopped"])
+@pytest.mark.parametrize("overrides", [["train.duration=20 steps"], []], ids=["the same command", "no change"])
+def test_a_resume_that_is_killed_at_any_moment_can_be_repeated(
+    overrides: list[str], status: str, directory_store: Store, tmp_path: Path
+) -> None:
+    """The job is local, and was started here: it resumes unasked whatever was written of the change."""
+    fates, faulty = set(), FaultyStore(directory_store)
+    for moment in count():
+        run = ended_run(faulty, tmp_path, status)
+        run.put_source(JobSource("job.yaml", ""))
+        run.request_stop("stopped by user")
+        remember(run)
+        faulty.kill_at(moment)
+        try:
+            reopen(Run(faulty, run.name), refuse, lambda _: None, ["train.duration=20 steps"])
+        except Killed:
+            is_whole = False
+        else:
+            is_whole = True
+        faulty.fault = lambda _operation, _key: None
+        again = Run(faulty, run.name)
+        is_changed = again.job_data != run.job_data
+        assert is_remembered(again)
+        try:
+            again = reopen(again, refuse, lambda _: None, overrides)
+        except AlreadyComplete:
+            assert status == "finished" and not overrides and not is_changed
+            fates.add("complete")
+        else:
+            assert again.result() is None and again.stop_request() is None and is_remembered(again)
+            assert str(again.job.train.duration) == ("20 steps" if overrides or is_changed else "10 steps")
+            fates.add("changed before" if is_changed else "changed now" if overrides else "as it was")
+        if is_changed or overrides:
+            source = again.source()
+            assert source is not None and source.overrides == ("train.duration=20 steps",)
+            assert "train.duration: 10 steps -> 20 steps" in {event.text[:36] for event in again.events().read()}
+        if is_whole:
+            break
+    assert fates == {
+        "changed before",
+        "changed now" if overrides else "complete" if status == "finished" else "as it was",
+    }
+
+
+@pytest.mark.usefixtures("processes")
+def test_a_finished_run_whose_job_wants_more_is_resumed_without_a_change(
+    directory_store: Store, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run = ended_run(directory_store, tmp_path)
+    monkeypatch.setattr("packtrain.start.start", lambda *_args, **_options: [])
+    words = ["resume", run.name, "--store", directory_store.url, "--detach"]
+    assert "is already complete" in CliRunner().invoke(app, words).output
+    run.changed(recipe_job(train={"duration": "20 steps"})).put_job()  # the client was killed then
+    assert f"Started {run.name}" in CliRunner().invoke(app, words).output
+    assert run.result() is None
 
 
 def test_a_schedule_that_follows_the_duration_is_told(directory_store: Store, tmp_path: Path) -> None:

@@ -120,7 +120,7 @@ class RunHandle:
         """
         state = self.state()
         # Unlike the command, which follows a running run: a call that does nothing would hide a mistake.
-        if state == "running" or (state == "finished" and not overrides):
+        if state == "running" or (state == "finished" and not overrides and self._run.is_complete()):
             raise Mistake(f"{self.name} is {state}; only a run that stopped or failed can be resumed")
         if (line := edited_since(self._run, overrides)) is not None:
             say(f"note: {line}")

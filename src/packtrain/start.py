@@ -456,15 +456,22 @@ def reopen(run: Run, accept: Accept, say: Say = print_line, overrides: Sequence[
     if (fault := _store_fault(job, run.store)) is not None:
         raise Mistake(fault)
     fleet_of(job.fleet.kind).check(job, run.store, say)
-    if changes:
-        run = _change(run, job, changes, say)
-        if (source := run.source()) is not None:
-            run.put_source(replace(source, overrides=(*source.overrides, *overrides)))
-        if is_own:
-            remember(run)
-    elif (result := run.result()) is not None and result.status == "finished":
+    if not changes and run.is_complete():
         # On a busy machine it looked interrupted while it ended. Its result must not be lost.
         raise AlreadyComplete(f"{run.name} is complete by now")
+    if changes:
+        # The job is the last of them: whatever ends this before or after, the same command does the rest.
+        changed = run.changed(job)
+        if is_own:
+            remember(changed, instead=False)
+        _record_changes(run, job, changes, say)
+        source = run.source()
+        if source is not None and source.overrides[-len(overrides) :] != tuple(overrides):
+            run.put_source(replace(source, overrides=(*source.overrides, *overrides)))
+        changed.put_job()
+        if is_own:
+            remember(changed)
+        run = changed
     run.reopen()
     return run
 
@@ -541,8 +548,8 @@ def _rate_in_words(run: Run, job: Job) -> str:
     return f"the learning rate follows train.duration: {told}"
 
 
-def _change(run: Run, job: Job, changes: Sequence[FieldChange], say: Say) -> Run:
-    """Give the run its new job, say what changed, and end what is left of the fleet that it leaves."""
+def _record_changes(run: Run, job: Job, changes: Sequence[FieldChange], say: Say) -> None:
+    """Say and record what a new job changes, and end what is left of the fleet that the run leaves."""
     lines = [str(change) for change in changes]
     if any(change.field == "train.duration" for change in changes):
         lines.append(_rate_in_words(run, job))
@@ -555,14 +562,11 @@ def _change(run: Run, job: Job, changes: Sequence[FieldChange], say: Say) -> Run
             fleet_of(run.job.fleet.kind).down(run, say)
         except PacktrainError as error:
             say(f"could not end what is left of the former fleet: {error}")
-    changed = run.changed(job)
-    changed.put_job()
-    events = changed.event_writer(f"client-{uuid.uuid4().hex[:12]}")
+    events = run.event_writer(f"client-{uuid.uuid4().hex[:12]}")
     for line in lines:
         say(line)
         events.append(Event(time.time(), "changed", f"{line} (by {this_client()})"))
     events.flush()
-    return changed
 
 
 def _store_fault(job: Job, store: Store) -> str | None:

@@ -318,7 +318,7 @@ def test_a_damaged_memory_is_none(directory_store: Store) -> None:
     run = new_run(directory_store)
     remember(run)
     [file] = (state_directory() / "code").iterdir()
-    for text in ("", "[]", '{"digest": 1}', '{"digest": "a", "files": 3}', "\0"):
+    for text in ("", "[]", '{"digests": 1}', '{"digests": ["a"], "files": 3}', "\0"):
         file.write_text(text)
         assert len(reviews(run)) == 1
 

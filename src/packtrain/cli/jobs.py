@@ -212,7 +212,7 @@ def resume(
     found = find_run(store, name)
     # Watches the leases for a few seconds if need be: starting nodes beside running ones must not happen by mistake.
     state = state_of(found)
-    if state == "finished" and not overrides:
+    if state == "finished" and not overrides and found.is_complete():
         _say_complete(found)
         return
     if state == "running" and overrides:

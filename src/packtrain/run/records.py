@@ -446,7 +446,10 @@ Status = Literal["finished", "failed", "stopped"]
 
 @dataclass(frozen=True)
 class Result:
-    """How a run ended. `scores` are of the full test split, or else of the full validation split, if it finished."""
+    """How a run ended. `scores` are of the full test split, or else of the full validation split, if it finished.
+
+    `job` is the digest of the job that ended: a client that changes it may be killed before it removes the result.
+    """
 
     status: Status
     reason: str
@@ -456,6 +459,7 @@ class Result:
     signatures: dict[Label, str] = field(default_factory=dict)
     samples: Many[Sample] = ()
     counts: dict[Label, Count] = field(default_factory=dict)
+    job: str = field(default="", compare=False)
 
 
 @dataclass(frozen=True)

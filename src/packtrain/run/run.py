@@ -13,6 +13,7 @@ from bisect import bisect_right
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
+from dataclasses import replace
 from datetime import UTC, datetime
 from itertools import accumulate, chain
 from typing import TypeVar
@@ -281,7 +282,12 @@ class Run:
 
     def finish(self, result: Result) -> bool:
         """True if this result is the first, and so counts."""
-        return self.store.put_if_absent(self.key("result.json"), encode(result))
+        return self.store.put_if_absent(self.key("result.json"), encode(replace(result, job=self.job_digest)))
+
+    def is_complete(self) -> bool:
+        """True if the run has finished its job, and not one that it had before."""
+        result = self.result()
+        return result is not None and result.status == "finished" and result.job == self.job_digest
 
     def forecast(self) -> Forecast | None:
         """Return what was expected of this run before it started; None if nobody asked."""

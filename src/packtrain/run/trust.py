@@ -113,7 +113,7 @@ def require_trust(run: Run, accept: Accept, job: Job | None = None, sections: Co
 def is_remembered(run: Run) -> bool:
     digest = run.code_digest  # reads the run, so that the id of its store is known
     remembered = _read(_path(run))
-    return remembered is not None and remembered.digest == digest
+    return remembered is not None and digest in remembered.digests
 
 
 def trusts_fleet(run: Run, kind: FleetKind) -> bool:
@@ -125,12 +125,18 @@ def trusts_fleet(run: Run, kind: FleetKind) -> bool:
     return remembered is not None and _fleet_digest(kind) in remembered.fleets
 
 
-def remember(run: Run) -> None:
-    """Accept the code of a run from now on, and its fleet: one that it had before stays accepted, too."""
+def remember(run: Run, *, instead: bool = True) -> None:
+    """Accept the code of a run from now on, and its fleet: one that it had before stays accepted, too.
+
+    Without `instead`, so does the code that was accepted last, for a client that may be killed before it changes it.
+    """
     path, files = _path(run), {name: digest for name, (digest, _) in _files(run).items()}
     before = _read(path)
     fleets = sorted({*(before.fleets if before is not None else ()), _fleet_digest(run.job.fleet.kind)})
-    record = {"store": run.store.url, "run": run.name, "digest": run.code_digest, "files": files, "fleets": fleets}
+    digests = {run.code_digest, *(() if before is None or instead else before.digests)}
+    record = {
+        "store": run.store.url, "run": run.name, "digests": sorted(digests), "files": files, "fleets": fleets,
+    }  # fmt: skip
     # Without a home that can be written, as in some containers, the person is asked again.
     with suppress(OSError):
         path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
@@ -148,7 +154,7 @@ def forget(run: Run) -> None:
 
 @dataclass(frozen=True)
 class _Record:
-    digest: str
+    digests: frozenset[str]
     files: Mapping[str, str]
     fleets: frozenset[str]
 
@@ -168,7 +174,8 @@ def _path(run: Run) -> Path:
 def _read(path: Path) -> _Record | None:
     try:
         record = json.loads(path.read_bytes())
-        return _Record(str(record["digest"]), dict(record["files"]), frozenset(map(str, record["fleets"])))
+        digests, fleets = (frozenset(map(str, record[name])) for name in ("digests", "fleets"))
+        return _Record(digests, dict(record["files"]), fleets)
     except (OSError, ValueError, TypeError, KeyError):
         return None
 
