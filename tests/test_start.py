@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from itertools import count
 from pathlib import Path
 
@@ -269,6 +270,10 @@ def test_a_launch_that_fails_does_not_end_a_run_whose_machines_may_come_back(
     run = new_run(directory_store, program_job(fleet={"slurm": {}}))
     run.record_launch(FleetLaunch(0.0, this_client(), {}))
     run.renew(a_lease("a", left=True, used_seconds=60.0))
+    for number, entry in enumerate(
+        (*directory_store.list(run.key("launches/")), directory_store.list(run.key("nodes/"))[0])
+    ):
+        os.utime(Path(directory_store.url) / entry.key, (1e9 + number, 1e9 + number))  # file systems have coarse clocks
     requeued = [Machine("node-1", "PENDING", is_over)]
     monkeypatch.setattr("packtrain.fleet.slurm.SlurmFleet.list", lambda *_: requeued)
     with pytest.raises(Mistake, match="cannot be tied to this command"):
