@@ -13,6 +13,7 @@ from pathlib import Path
 import pytest
 
 from packtrain.errors import Mistake
+from packtrain.node import node as node_module
 from packtrain.node import program as program_module
 from packtrain.node.node import RetryPolicy
 from packtrain.node.preemption import PreemptionWatch
@@ -89,6 +90,22 @@ def test_workers_keep_running_when_the_store_refuses_a_request(
         node.is_over = True
         working.join()
         cluster.nodes.clear()
+
+
+def test_a_node_gives_up_on_a_store_that_does_not_come_back_for_a_day(
+    make: Make, directory_store: Store, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert node_module.STORE_HOURS == 24
+    monkeypatch.setattr(node_module, "STORE_HOURS", 0.0001)
+    monkeypatch.setattr(PreemptionWatch, "listen", lambda _self: None)
+    cluster = make(1, 0)
+    store = FaultyStore(directory_store)
+    node = cluster.add(store, time.monotonic)
+    store.refuse("list", "find", "put", "put_if_absent")
+    node.work()
+    cluster.nodes.clear()
+    assert node.has_done_its_part, "the machine is shut down if the job says so"
+    assert f"failure: {store.url} has not answered for 0.0001 hours; giving up" in capsys.readouterr().out
 
 
 def until(condition: Callable[[], bool]) -> None:

@@ -32,7 +32,9 @@ from packtrain.store import Store, StoreError, open_store
 from packtrain.train.control import CONTROL_VARIABLE
 from parts.faulty import FaultyStore
 from parts.nodes import fake_node, look_until_settled
+from parts.proxy import HANG, Proxy
 from parts.runs import a_generation, a_lease, new_run, program_job, read_files, recipe_job
+from parts.s3 import fresh_location
 
 PATIENCE_SECONDS = 120.0
 
@@ -85,12 +87,17 @@ class Machine:
     def run_of(self, script: str, **fields: Any) -> Run:
         return new_run(self.store, program_job(checkpoint={"every": "1 h"}, **fields), script)
 
-    def start(self, run: Run) -> subprocess.Popen[bytes]:
+    @property
+    def log(self) -> str:
+        return (self.directory / "node.log").read_text()
+
+    def start(self, run: Run, **variables: str) -> subprocess.Popen[bytes]:
         environment = {
             **os.environ,
             "PACKTRAIN_CACHE": str(self.directory / "cache"),
             "SCRATCH": str(self.scratch),
             "OMP_NUM_THREADS": "1",
+            **variables,
         }
         with (self.directory / "node.log").open("ab") as log:
             node = subprocess.Popen(
@@ -116,7 +123,7 @@ class Machine:
         try:
             return node.wait(PATIENCE_SECONDS)
         except subprocess.TimeoutExpired:
-            pytest.fail(f"the node does not end:\n{(self.directory / 'node.log').read_text()}")
+            pytest.fail(f"the node does not end:\n{self.log}")
 
     def working(self, *ranks: int) -> bool:
         return all((self.scratch / str(rank)).exists() for rank in ranks)
@@ -224,12 +231,41 @@ def test_a_preempted_machine_commits_and_leaves_the_run_unfinished(machine: Mach
 
 
 @pytest.mark.usefixtures("processes")
+@pytest.mark.parametrize("machines", [1, 2])
+def test_a_machine_whose_store_is_gone_leaves_when_it_is_told_to(machines: int, machine: Machine) -> None:
+    """Also while it waits for another machine, and has no workers."""
+    run = machine.run_of(WORK, fleet={"local": {"machines": machines}})
+    node = machine.start(run, PACKTRAIN_NOTICE_SECONDS="5")
+    until((lambda: machine.working(0)) if machines == 1 else run.leases, "the machine at work")
+    (machine.directory / "store").rename(machine.directory / "unmounted")
+    until(lambda: "is not there" in machine.log, "the node to complain")
+    node.send_signal(signal.SIGTERM)
+    assert machine.exit_code(node) == EXIT_UNFINISHED
+    assert machine.processes() == []
+
+
+@pytest.mark.usefixtures("processes")
+def test_a_machine_that_is_stuck_in_a_request_to_its_store_ends_within_its_grace(
+    machine: Machine, s3_proxy: Proxy
+) -> None:
+    """The thread that runs Python's signal handlers waits for the answer, and runs none meanwhile."""
+    run = new_run(open_store(fresh_location()), program_job(fleet={"local": {"machines": 2}}))
+    node = machine.start(run, PACKTRAIN_NOTICE_SECONDS="3")
+    until(lambda: "has joined" in machine.log, "the machine at work")
+    s3_proxy.hang_seconds, s3_proxy.fault = 10 * PATIENCE_SECONDS, lambda *_: HANG
+    until(lambda: sum(fault == HANG for *_, fault in s3_proxy.requests) > 2, "requests without an answer")
+    node.send_signal(signal.SIGTERM)
+    assert machine.exit_code(node) == EXIT_UNFINISHED
+    assert "failed: preemption notice: SIGTERM, and the store does not answer" in machine.log
+
+
+@pytest.mark.usefixtures("processes")
 def test_a_damaged_record_in_the_store_does_not_end_the_workers(machine: Machine) -> None:
     run = machine.run_of(WORK)
     node = machine.start(run)
     until(lambda: machine.working(0), "the worker")
     run.store.put(run.key("generations/000002.json"), b"{")
-    until(lambda: "damaged" in (machine.directory / "node.log").read_text(), "the node to complain")
+    until(lambda: "damaged" in machine.log, "the node to complain")
     run.store.delete(run.key("generations/000002.json"))
     run.request_stop("enough")
     assert machine.exit_code(node) == EXIT_STOPPED

@@ -2,6 +2,8 @@ from __future__ import annotations
 
 import os
 import signal
+import subprocess
+import sys
 import threading
 from collections.abc import Iterator
 
@@ -14,6 +16,7 @@ from packtrain.node.preemption import SECONDS_VARIABLE, PreemptionNotice, Preemp
 def handlers() -> Iterator[None]:
     before = {number: signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1)}
     yield
+    signal.set_wakeup_fd(-1)
     for number, handler in before.items():
         signal.signal(number, handler)
 
@@ -37,6 +40,33 @@ def test_the_time_left_after_a_signal_is_what_its_sender_announced(
     watch.listen()
     os.kill(os.getpid(), signal.SIGUSR1)
     assert watch.seconds_left() == left
+
+
+@pytest.mark.usefixtures("processes")
+@pytest.mark.parametrize(
+    "stuck", ["time.sleep(1000)", "signal.pthread_sigmask(signal.SIG_BLOCK, [15]); time.sleep(1000)"]
+)
+def test_a_process_whose_main_thread_is_stuck_ends_within_the_time_after_a_signal(stuck: str) -> None:
+    """Python goes on sleeping after a signal; and a thread in the kernel, as on a dead mount, takes none."""
+    script = f"""
+import os, signal, time
+from packtrain.node.preemption import PreemptionWatch
+
+def end(reason):
+    print(reason, flush=True)
+    os._exit(7)
+
+PreemptionWatch(poll_seconds=0.05, end=end).listen()
+print("ready", flush=True)
+{stuck}
+"""
+    command, environment = [sys.executable, "-c", script], {**os.environ, SECONDS_VARIABLE: "0.5"}
+    with subprocess.Popen(command, env=environment, stdout=subprocess.PIPE, text=True) as process:
+        assert process.stdout is not None
+        assert process.stdout.readline() == "ready\n"
+        process.send_signal(signal.SIGTERM)
+        assert process.stdout.readline() == "preemption notice: SIGTERM\n"
+        assert process.wait() == 7
 
 
 def test_a_source_is_asked_until_it_gives_notice_and_errors_are_ignored(capsys: pytest.CaptureFixture[str]) -> None:

@@ -362,14 +362,15 @@ def node(
     from packtrain.errors import EXIT_DONE, AlreadyJoined, Mistake, NotFound
     from packtrain.fleet.local import OwnLog
     from packtrain.node.directory import NodeSlot
+    from packtrain.node.lease import hurried
     from packtrain.node.preemption import record_crash, switch_off
     from packtrain.report import write_report
     from packtrain.run.liveness import EXIT_CODES
     from packtrain.run.run import Run
-    from packtrain.store import StoreAway
+    from packtrain.store import StoreAway, StoreError
 
     log = OwnLog()
-    run, slot, joined = Run(find_store(store, store_id), name), None, None
+    run, slot, joined, result = Run(find_store(store, store_id), name), None, None, None
     over = True  # for this machine, even if the node crashes: nothing would start another one here
     try:
         _wait_for_store(run)
@@ -384,7 +385,11 @@ def node(
         with _steps_printed(run, joined):
             joined.work()
         over = joined.has_done_its_part
-        result = run.result()
+        if over:
+            result = run.result()
+        else:  # a machine that is taken away does not wait for its store
+            with suppress(StoreError):
+                result = hurried(run).result()
         if result is not None:
             over = True
             write_report(run)

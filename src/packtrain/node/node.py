@@ -33,10 +33,18 @@ from packtrain.node.launch import Launchers, free_port
 from packtrain.node.lease import LeaseRenewer, hurried
 from packtrain.node.metrics import ProgramMetrics
 from packtrain.node.mirror import MirrorProcess
-from packtrain.node.preemption import Leaving, NoticeSource, PreemptionWatch, complain, exit_immediately, run_all
+from packtrain.node.preemption import (
+    STOP_GRACE_SECONDS,
+    Leaving,
+    NoticeSource,
+    PreemptionWatch,
+    complain,
+    exit_immediately,
+    run_all,
+)
 from packtrain.node.program import ProgramCheckpoints
 from packtrain.node.telemetry import TelemetrySampler, machine_facts
-from packtrain.node.workers import STOP_GRACE_SECONDS, WorkerGroup, WorkerStop
+from packtrain.node.workers import WorkerGroup, WorkerStop
 from packtrain.node.workspace import Workspace
 from packtrain.run.checkpoint import Superseded, last_step, remove_uncommitted
 from packtrain.run.chunks import Flusher
@@ -62,6 +70,7 @@ IDLE_SECONDS = 1.0  # ... and while there are none
 _TICK_SECONDS = 0.2  # between two looks at this machine
 _RESULT_LOOKS = 5  # running workers mean that there is no result: the store is asked less often
 _END_SECONDS = 20.0  # for the last records, after the deadline
+STORE_HOURS = 24  # without an answer of the store, until the node gives up
 _SWEEP_SECONDS = 10.0  # to finish taking over from dead nodes, before this one leaves
 
 
@@ -107,8 +116,9 @@ class Node:
         lease_run = hurried(run) if background else run
         self.lease = LeaseRenewer(lease_run, lease, sampler, self._telemetry, clock, background=background)
         self.assembly = Assembly(run, self.lease, clock, self._tell)
-        self.preemption = PreemptionWatch(notices, clock)
+        self.preemption = PreemptionWatch(notices, clock, end=self._end_immediately)
         self.deadline = Deadline(self._near_deadline, self._past_deadline, clock)
+        self._patience = Deadline(lambda: None, self._give_up_on_store, clock)
         checkpoints = self.directory.path / "checkpoints"
         self.workspace = Workspace(run, self.directory.path / "code", self._tell)
         self.metrics = ProgramMetrics(run, (checkpoints, self.directory.path / "code"), self._tell)
@@ -162,12 +172,18 @@ class Node:
             self.launchers.prepare()  # it imports torch while this node meets the others
             self._tell("machine", f"{self.name} has joined with {counted(self.lease.lease.workers, 'worker')}")
             retry = RetryPolicy()
+            self._patience.set(STORE_HOURS * 3600.0)
             while not self.is_over:
                 try:
                     self.look()
                     retry.succeeded()
-                except (StoreError, DamagedRecord, OSError) as error:
+                    self._patience.set(STORE_HOURS * 3600.0)
+                except StoreError as error:
                     retry.failed(error)
+                    self._leave_without_store()
+                except (DamagedRecord, OSError) as error:
+                    retry.failed(error)
+                    self._patience.set(STORE_HOURS * 3600.0)  # it answers
                 self._pause(retry.seconds)
         finally:
             if self._slot is not None:
@@ -185,6 +201,7 @@ class Node:
                 self.lease.leave,
                 self.directory.remove,
                 self.deadline.close,
+                self._patience.close,
             )
             self._gone.set()
 
@@ -371,7 +388,14 @@ class Node:
                 self.program.hurry()
             group.commit_if_due(self.program, self._tell)
         # Only the first node asks the store for a stop request; the others see its lease.
-        leaving = self._leaving(check_stop=group.is_first and group.stop is None)
+        self._stop_workers(group, self._leaving(check_stop=group.is_first and group.stop is None))
+        # A single fixed machine has no others to watch; with a range, some may ask to join.
+        has_others = len(group.generation.members) > 1 or not self._job.fleet.kind.machines.is_fixed
+        if has_others and self.group is group:
+            self._watch_others(group)
+
+    def _stop_workers(self, group: WorkerGroup, leaving: Leaving | None) -> None:
+        """Ask the workers to commit and exit if the node has to leave, or kill them if they were asked long ago."""
         if group.stop is not None and (warning := group.enforce_stop(self._clock())) is not None:
             self._tell("warning", warning)
         elif leaving is not None and (group.stop is None or leaving.kind == "preemption"):
@@ -380,10 +404,22 @@ class Node:
             # A fifth of the time until the machine is gone is kept for the last records.
             grace = STOP_GRACE_SECONDS if left is None else max(1.0, 0.8 * left)
             self._request_stop(group, WorkerStop(cause, leaving.reason, self._clock(), grace))
-        # A single fixed machine has no others to watch; with a range, some may ask to join.
-        has_others = len(group.generation.members) > 1 or not self._job.fleet.kind.machines.is_fixed
-        if has_others and self.group is group:
-            self._watch_others(group)
+
+    def _leave_without_store(self) -> None:
+        """Heed a preemption notice although the store is away: the workers have their grace, and nothing else waits."""
+        notice, group = self.preemption.notice, self.group
+        if notice is None:
+            return
+        if group is None or group.launch is None:
+            self.is_over = True
+            return
+        self._stop_workers(group, Leaving("preemption", notice.reason))
+        assert group.stop is not None
+        # What a program has left is still to be committed, should the store come back in time.
+        waits = self._job.program is not None and group.is_first
+        in_time = self._clock() - group.stop.at <= group.stop.grace_seconds
+        if group.launch.poll() is not None and not (waits and in_time):
+            self.is_over = True
 
     def _request_stop(self, group: WorkerGroup, stop: WorkerStop) -> None:
         if group.request_stop(stop):
@@ -526,19 +562,36 @@ class Node:
             group.request_stop(WorkerStop("ended", used_up(self._job.budget), self._clock()))
 
     def _past_deadline(self) -> None:
-        group = self.group
-        if group is not None and group.launch is not None:
-            run_all(group.launch.kill)
+        self._kill_workers()
         # `work` may be stuck in a request to the store: after some time this thread ends the process.
         if not self._gone.wait(_END_SECONDS):
             exit_immediately(used_up(self._job.budget), self._job.fleet.kind.power_off)
+
+    def _kill_workers(self) -> None:
+        group = self.group
+        if group is not None and group.launch is not None:
+            run_all(group.launch.kill)
+
+    # Called in threads of their own, too.
+
+    def _give_up_on_store(self) -> None:
+        reason = f"{self.run.store.url} has not answered for {STORE_HOURS} hours"
+        self._tell("failure", f"{reason}; giving up")
+        self.is_over = True
+        self._kill_workers()
+        if not self._gone.wait(_END_SECONDS):
+            exit_immediately(reason, self._job.fleet.kind.power_off)
+
+    def _end_immediately(self, reason: str) -> None:
+        self._kill_workers()
+        exit_immediately(reason, power_off=False)  # whoever takes the machine away ends it
 
 
 class RetryPolicy:
     """Pauses of the node's loop after the store or the disk failed, or a record in the store was damaged.
 
-    Before the first success, a failure that will not pass by itself is raised: a person has to fix it. Later, no
-    failure ends the workers: keys are renewed, clocks set and disks freed while they train.
+    Before the first success, a failure that will not pass by itself is raised: a person has to fix it. Later, none is:
+    keys are renewed, clocks set and disks freed while the workers train.
     """
 
     def __init__(self) -> None:

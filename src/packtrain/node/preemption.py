@@ -7,6 +7,7 @@ flag; everything else happens at the node's next look.
 from __future__ import annotations
 
 import os
+import select
 import shlex
 import signal
 import socket
@@ -28,6 +29,8 @@ from packtrain.store import StoreError
 from packtrain.system import say
 
 POLL_SECONDS = 3.0
+STOP_GRACE_SECONDS = 600.0  # for workers to commit: a large checkpoint over a slow network takes minutes
+_END_SECONDS = 20.0  # after that, for the last records
 SECONDS_VARIABLE = "PACKTRAIN_NOTICE_SECONDS"  # how long the sender of a signal waits before it kills
 POWER_OFF = ("systemctl", "poweroff")
 OFF_VARIABLE = "PACKTRAIN_POWER_OFF"  # a Python module with its arguments that ends this machine in place of that
@@ -37,6 +40,7 @@ _SIGNALS = {
     signal.SIGINT: "SIGINT",
     signal.SIGUSR1: "SIGUSR1, as Slurm sends before the time limit",
 }
+_SIGNAL_FRACTION = 0.9  # of the time after a signal, until the process ends itself
 
 
 @dataclass(frozen=True)
@@ -73,15 +77,20 @@ def seconds_from(environment: Mapping[str, str]) -> float | None:
 
 
 class PreemptionWatch:
-    """Waits for a preemption notice from any source, and keeps the first that is certain, and the first that is not."""
+    """Waits for a preemption notice from any source, and keeps the first that is certain, and the first that is not.
+
+    If this process is still there when the time after a signal is nearly used up, `end` is called with the reason, in a
+    thread: the process may be stuck in a request to the store.
+    """
 
     def __init__(
         self,
         sources: Sequence[NoticeSource] = (),
         clock: Callable[[], float] = time.monotonic,
         poll_seconds: float = POLL_SECONDS,
+        end: Callable[[str], None] = lambda _: None,
     ) -> None:
-        self._sources, self._clock, self._poll_seconds = sources, clock, poll_seconds
+        self._sources, self._clock, self._poll_seconds, self._end = sources, clock, poll_seconds, end
         self._notice: PreemptionNotice | None = None
         self._risk: PreemptionNotice | None = None
         self._at = 0.0
@@ -91,6 +100,10 @@ class PreemptionWatch:
     def listen(self) -> None:
         """Start to treat signals as notices and to poll the sources."""
         self._signal_seconds = seconds_from(os.environ)
+        reading, writing = os.pipe()
+        os.set_blocking(writing, False)
+        signal.set_wakeup_fd(writing, warn_on_full_buffer=False)
+        threading.Thread(target=self._heed_signal, args=(reading,), name="signals", daemon=True).start()
         # SIGINT, too: a person may have started the node in a terminal.
         for number in _SIGNALS:
             signal.signal(number, self._on_signal)
@@ -123,6 +136,23 @@ class PreemptionWatch:
 
     def _on_signal(self, number: int, frame: FrameType | None) -> None:  # noqa: ARG002
         self.post(PreemptionNotice(f"preemption notice: {_SIGNALS[signal.Signals(number)]}", self._signal_seconds))
+
+    def _heed_signal(self, reading: int) -> None:
+        """Post the notice even if the main thread, which alone runs Python's handlers, is stuck; then watch the end."""
+        # One that is stuck in the kernel, as on a dead mount, does not even take the signal. This thread then can,
+        # but only if it blocks the signal.
+        signal.pthread_sigmask(signal.SIG_BLOCK, _SIGNALS)
+        number = 0
+        while not number:
+            if select.select([reading], [], [], self._poll_seconds)[0]:
+                number = next((byte for byte in os.read(reading, 100) if byte in _SIGNALS), 0)
+            elif (taken := signal.sigtimedwait(_SIGNALS, 0)) is not None:
+                number = taken.si_signo
+        self._on_signal(number, None)
+        seconds = self._signal_seconds
+        time.sleep(STOP_GRACE_SECONDS + _END_SECONDS if seconds is None else _SIGNAL_FRACTION * seconds)
+        assert self._notice is not None
+        self._end(self._notice.reason)
 
     def _poll(self) -> None:
         said = ""

@@ -18,6 +18,7 @@ from typing import Literal
 
 from packtrain.node.causes import OomWatch, why_they_ended
 from packtrain.node.launch import Directories, Launch, last_output
+from packtrain.node.preemption import STOP_GRACE_SECONDS
 from packtrain.node.program import ProgramCheckpoints
 from packtrain.run.checkpoint import Superseded
 from packtrain.run.chunks import ChunkWriter
@@ -27,7 +28,6 @@ from packtrain.system import Task, say
 from packtrain.train.control import Control
 from packtrain.units import show_seconds
 
-STOP_GRACE_SECONDS = 600.0  # a large checkpoint over a slow network takes minutes
 LAUNCHER_SECONDS = 5.0  # for the launcher to exit after its workers: it would wait minutes for those of other machines
 _COMMIT_SECONDS, _LOOK_SECONDS = 10.0, 0.05
 _PROGRAM_SECONDS = 60.0  # after which a program, which does not report its steps, counts as training
