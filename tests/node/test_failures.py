@@ -177,7 +177,7 @@ def test_a_stop_that_cannot_be_written_is_written_again(make: Make, monkeypatch:
 @pytest.mark.parametrize("by", ["stop", "preemption"])
 def test_a_leaving_node_does_not_wait_for_a_restore(make: Make, monkeypatch: pytest.MonkeyPatch, by: str) -> None:
     held = threading.Event()
-    monkeypatch.setattr(program_module.ProgramCheckpoints, "restore", lambda _self: held.wait(60))
+    monkeypatch.setattr(program_module.ProgramCheckpoints, "restore", lambda *_: held.wait(60))
     cluster = make(1, 1, program_job)
     [node] = cluster.nodes
     try:
@@ -199,7 +199,7 @@ def test_a_leaving_node_does_not_wait_for_a_restore(make: Make, monkeypatch: pyt
 
 
 def test_a_run_without_a_usable_checkpoint_fails(make: Make, monkeypatch: pytest.MonkeyPatch) -> None:
-    def restore(_: object) -> None:
+    def restore(*_: object) -> None:
         raise Mistake("none of the 2 checkpoints of job-1 can be used: x is damaged")
 
     monkeypatch.setattr(program_module.ProgramCheckpoints, "restore", restore)

@@ -403,9 +403,9 @@ def test_the_programs_directory_is_restored_once(
     restored = []
     original = ProgramCheckpoints.restore
 
-    def restore(checkpoints: ProgramCheckpoints) -> None:
+    def restore(checkpoints: ProgramCheckpoints, generation: int, is_first: bool) -> None:
         restored.append(1)
-        original(checkpoints)
+        original(checkpoints, generation, is_first)
 
     monkeypatch.setattr(ProgramCheckpoints, "restore", restore)
     one = stepped(new_run(directory_store, program_job()))

@@ -42,7 +42,7 @@ def newest_files(run: Run, scratch: Path) -> dict[str, bytes]:
 def test_a_new_run_starts_with_an_empty_directory(any_store: Store, tmp_path: Path) -> None:
     write_files(tmp_path / "ckpt", {"left over": b"x"})
     told = Told()
-    checkpoints(new_run(any_store), tmp_path / "ckpt", told).restore()
+    checkpoints(new_run(any_store), tmp_path / "ckpt", told).restore(1, is_first=True)
     assert list((tmp_path / "ckpt").iterdir()) == []
     assert told == []
 
@@ -51,10 +51,10 @@ def test_the_directory_is_restored_as_it_was_committed(any_store: Store, tmp_pat
     run, told = new_run(any_store), Told()
     files = {"epoch-1.pt": b"1", "deep/manifest.json": b"{}", "manifest.json": b"mine", "empty": b""}
     first = checkpoints(run, tmp_path / "one")
-    first.restore()
+    first.restore(1, is_first=True)
     write_files(tmp_path / "one", files)
     first.commit(generation=1)
-    checkpoints(run, tmp_path / "other", told).restore()
+    checkpoints(run, tmp_path / "other", told).restore(1, is_first=True)
     assert read_files(tmp_path / "other") == files
     assert told.kinds() == ["restored"]
 
@@ -62,7 +62,7 @@ def test_the_directory_is_restored_as_it_was_committed(any_store: Store, tmp_pat
 def test_files_that_the_program_deleted_stay_deleted(directory_store: Store, tmp_path: Path) -> None:
     run = new_run(directory_store)
     keeping = checkpoints(run, tmp_path / "one")
-    keeping.restore()
+    keeping.restore(1, is_first=True)
     write_files(tmp_path / "one", {"a": b"1", "b": b"2"})
     keeping.commit(1)
     (tmp_path / "one" / "a").unlink()
@@ -73,7 +73,7 @@ def test_files_that_the_program_deleted_stay_deleted(directory_store: Store, tmp
 def test_a_directory_that_did_not_change_is_not_committed_again(directory_store: Store, tmp_path: Path) -> None:
     run = new_run(directory_store)
     keeping = checkpoints(run, tmp_path / "ckpt")
-    keeping.restore()
+    keeping.restore(1, is_first=True)
     keeping.commit(1)
     assert committed(run) == []
     write_files(tmp_path / "ckpt", {"a": b"1"})
@@ -85,11 +85,11 @@ def test_a_directory_that_did_not_change_is_not_committed_again(directory_store:
 def test_a_restored_directory_is_not_committed_again(directory_store: Store, tmp_path: Path) -> None:
     run = new_run(directory_store)
     first = checkpoints(run, tmp_path / "one")
-    first.restore()
+    first.restore(1, is_first=True)
     write_files(tmp_path / "one", {"a": b"1"})
     first.commit(1)
     second = checkpoints(run, tmp_path / "other")
-    second.restore()
+    second.restore(1, is_first=True)
     second.commit(2)
     assert len(committed(run)) == 1
 
@@ -100,7 +100,7 @@ def test_a_directory_that_keeps_changing_is_not_committed(
     """The program writes while every copy is made."""
     run, told = new_run(directory_store), Told()
     keeping = checkpoints(run, tmp_path / "ckpt", told)
-    keeping.restore()
+    keeping.restore(1, is_first=True)
     write_files(tmp_path / "ckpt", {"a": b"1", "b": b"1"})
     copies = []
 
@@ -121,7 +121,7 @@ def test_a_directory_that_changes_once_is_committed_as_it_is_then(
 ) -> None:
     run = new_run(directory_store)
     keeping = checkpoints(run, tmp_path / "ckpt")
-    keeping.restore()
+    keeping.restore(1, is_first=True)
     write_files(tmp_path / "ckpt", {"a": b"1", "b": b"1"})
     original = shutil.copyfile
 
@@ -139,7 +139,7 @@ def test_a_file_that_vanishes_during_the_copy_is_no_error(directory_store: Store
     """As programs do that write under a temporary name and rename."""
     run = new_run(directory_store)
     keeping = checkpoints(run, tmp_path / "ckpt")
-    keeping.restore()
+    keeping.restore(1, is_first=True)
     write_files(tmp_path / "ckpt", {"model.pt": b"0"})
     over = threading.Event()
 
@@ -161,7 +161,7 @@ def test_a_file_that_vanishes_during_the_copy_is_no_error(directory_store: Store
 def test_links_and_names_that_no_store_can_hold_are_not_committed(directory_store: Store, tmp_path: Path) -> None:
     run = new_run(directory_store)
     keeping = checkpoints(run, tmp_path / "ckpt")
-    keeping.restore()
+    keeping.restore(1, is_first=True)
     write_files(tmp_path / "ckpt", {"a": b"1", ".tmp-half": b"x", "line\nbreak": b"x"})
     (tmp_path / "ckpt" / "latest").symlink_to("a")
     keeping.commit(1)
@@ -171,7 +171,7 @@ def test_links_and_names_that_no_store_can_hold_are_not_committed(directory_stor
 def test_a_commit_is_due_once_the_time_has_passed(directory_store: Store, tmp_path: Path) -> None:
     clock, settings = {"now": 1000.0}, CheckpointSettings.model_validate({"keep_best": 0, "every": "5 min"})
     keeping = ProgramCheckpoints(new_run(directory_store), tmp_path / "ckpt", settings, Told(), lambda: clock["now"])
-    keeping.restore()
+    keeping.restore(1, is_first=True)
     assert not keeping.is_due()
     clock["now"] += 300
     assert keeping.is_due()
@@ -182,7 +182,7 @@ def test_a_commit_is_due_once_the_time_has_passed(directory_store: Store, tmp_pa
 def test_only_the_last_few_commits_are_kept_and_numbers_increase(directory_store: Store, tmp_path: Path) -> None:
     run = new_run(directory_store)
     keeping = checkpoints(run, tmp_path / "ckpt", keep_last=2)
-    keeping.restore()
+    keeping.restore(1, is_first=True)
     for number in range(5):
         write_files(tmp_path / "ckpt", {"a": b"x" * number})
         os.utime(tmp_path / "ckpt" / "a", (number, number))
@@ -193,7 +193,7 @@ def test_only_the_last_few_commits_are_kept_and_numbers_increase(directory_store
 def test_a_superseded_generation_commits_nothing(directory_store: Store, tmp_path: Path) -> None:
     run = new_run(directory_store)
     keeping = checkpoints(run, tmp_path / "ckpt")
-    keeping.restore()
+    keeping.restore(1, is_first=True)
     write_files(tmp_path / "ckpt", {"a": b"1"})
     run.propose(a_generation(2))
     with pytest.raises(Superseded):

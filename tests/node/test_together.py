@@ -13,12 +13,13 @@ from packtrain.node.assembly import GROW_FACTOR
 from packtrain.node.deadline import left_at_start
 from packtrain.run.checkpoint import Superseded, commit, committed
 from packtrain.run.liveness import LEASE_LOST_SECONDS
+from packtrain.run.outputs import kept_files
 from packtrain.run.records import Generation, Member, Point, Result
 from packtrain.run.run import Run
 from packtrain.store import Store
 from parts.faulty import FaultyStore
 from parts.nodes import Cluster, Make, cluster_of, look_until_settled
-from parts.runs import MEASURED, a_lease, new_run, program_job
+from parts.runs import MEASURED, a_lease, new_run, program_job, read_files, write_files
 
 LOST = int(LEASE_LOST_SECONDS) + 6
 
@@ -185,6 +186,29 @@ def test_the_first_machine_can_die_like_any_other(make: Make) -> None:
     cluster.wait(2 * LOST)
     assert cluster.members() == [1, 2]
     assert cluster.causes() == ["start", "machine"]
+
+
+def test_the_outputs_of_a_program_outlive_its_first_machine(make: Make) -> None:
+    cluster = make("1..2", 2, program_job, outputs=["out"], checkpoint={"every": "1 s"})
+    for node in cluster.nodes:
+        (node.directory.path / "code").mkdir()
+        node.workspace.prepare()
+    cluster.wait(10)
+    first, second = cluster.nodes
+    write_files(first.directory.path / "code", {"out/log": b"first"})
+    cluster.wait(4)
+    cluster.kill(first)
+    cluster.wait(2 * LOST)
+    assert cluster.members() == [1]
+    assert read_files(second.directory.path / "code") == {"train.py": b"", "out/log": b"first"}
+    write_files(second.directory.path / "code", {"out/new": b"second"})
+    cluster.wait(4)
+    write_files(first.directory.path / "code", {"out/log": b"first, late"})
+    with pytest.raises(Superseded):
+        first.program.commit(1)
+    assert {name: cluster.run.store.get(file.key) for name, file in kept_files(cluster.run).items()} == {
+        "out/log": b"first", "out/new": b"second",
+    }  # fmt: skip
 
 
 def test_the_proposer_after_the_first_machine_can_die_too(make: Make) -> None:

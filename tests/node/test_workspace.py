@@ -2,18 +2,24 @@
 
 from __future__ import annotations
 
+import errno
+import shutil
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from packtrain.errors import Mistake
+from packtrain.node.program import ProgramCheckpoints
 from packtrain.node.workspace import Workspace, visible
+from packtrain.run.checkpoint import Superseded
 from packtrain.run.code import snapshot
-from packtrain.run.outputs import chosen, fetch_file, kept_files
+from packtrain.run.outputs import OutputList, chosen, fetch_file, kept_files, newest_list, put_list
 from packtrain.run.run import Run, create_run
-from packtrain.store import Store
-from parts.runs import new_run, program_job, read_files, write_files
+from packtrain.store import Store, StoreError
+from parts.faulty import CHANGES, FaultyStore, Killed
+from parts.runs import a_generation, new_run, program_job, read_files, write_files
 
 
 class Told(list[str]):
@@ -21,12 +27,19 @@ class Told(list[str]):
         self.append(f"{kind}: {text}")
 
 
-def workspace(run: Run, directory: Path, told: Told | None = None) -> Workspace:
+def workspace(
+    run: Run, directory: Path, told: Told | None = None, generation: int = 1, is_first: bool = True
+) -> Workspace:
     directory.mkdir(parents=True)
-    made = Workspace(run, directory, Told() if told is None else told)
-    made.prepare()
-    made.restore_outputs()
-    return made
+    prepared = Workspace(run, directory, Told() if told is None else told)
+    prepared.prepare()
+    prepared.restore_outputs(generation, is_first)
+    return prepared
+
+
+def kept(run: Run) -> dict[str, bytes]:
+    """What a person gets of a run's outputs."""
+    return {name: run.store.get(file.key) for name, file in kept_files(run).items()}
 
 
 def started_from(source: Path, store: Store, **fields: Any) -> Run:
@@ -84,12 +97,12 @@ def test_outputs_are_kept_and_are_there_again_on_the_next_machine(any_store: Sto
     run = new_run(any_store, program_job(outputs=["out/", "deep/log.txt"]))
     first = workspace(run, tmp_path / "one")
     write_files(tmp_path / "one", {"out/a/1.txt": b"1", "out/old": b"", "deep/log.txt": b"one", "other.txt": b"x"})
-    first.keep_outputs()
+    first.keep_outputs(1)
     (tmp_path / "one/out/old").unlink()
     write_files(tmp_path / "one", {"deep/log.txt": b"one two"})
-    first.keep_outputs()
+    first.keep_outputs(1)
     assert kept_files(run).keys() == {"out/a/1.txt", "deep/log.txt"}
-    workspace(run, tmp_path / "two")
+    workspace(run, tmp_path / "two", generation=2)
     assert read_files(tmp_path / "two") == {"train.py": b"", "out/a/1.txt": b"1", "deep/log.txt": b"one two"}
 
 
@@ -101,7 +114,7 @@ def test_outputs_never_go_through_a_link_into_the_persons_own_directory(director
     made = workspace(run, tmp_path / "code")
     assert (tmp_path / "code/res/base.bin").read_bytes() == b"b"
     write_files(tmp_path / "code", {"res/out/new": b"n"})
-    made.keep_outputs()
+    made.keep_outputs(1)
     assert kept_files(run).keys() == {"res/out/new"}
     assert [path.name for path in (source / "res/out").iterdir()] == ["old"]
 
@@ -121,6 +134,222 @@ def test_what_nothing_keeps_is_named_once(directory_store: Store, tmp_path: Path
     ]
 
 
+# Several machines.
+
+
+@pytest.fixture
+def run(directory_store: Store) -> Run:
+    return new_run(directory_store, program_job(outputs=["out"]))
+
+
+def test_a_machine_that_becomes_the_first_has_the_outputs_of_the_one_before(run: Run, tmp_path: Path) -> None:
+    first = workspace(run, tmp_path / "first")
+    second = workspace(run, tmp_path / "second", is_first=False)
+    write_files(tmp_path / "first", {"out/log": b"1", "out/deep/model": b"m", "out/gone": b"", "out/kind": b"file"})
+    write_files(tmp_path / "second", {"out/log": b"of rank 1", "out/rank-1": b"", "out/kind/is": b"a folder"})
+    first.keep_outputs(1)
+    (tmp_path / "first/out/gone").unlink()
+    first.keep_outputs(1)
+    second.restore_outputs(2, is_first=True)
+    now = {"out/log": b"1", "out/deep/model": b"m", "out/kind": b"file"}
+    assert read_files(tmp_path / "second") == {"train.py": b"", **now}
+    write_files(tmp_path / "second", {"out/log": b"1 2"})
+    second.keep_outputs(2)
+    assert kept(run) == {**now, "out/log": b"1 2"}
+    first.restore_outputs(3, is_first=True)
+    assert read_files(tmp_path / "first") == {"train.py": b"", **now, "out/log": b"1 2"}
+
+
+def test_a_machine_that_stays_the_first_keeps_what_is_not_in_the_store_yet(run: Run, tmp_path: Path) -> None:
+    first = workspace(run, tmp_path / "code")
+    write_files(tmp_path / "code", {"out/log": b"1"})
+    first.keep_outputs(1)
+    write_files(tmp_path / "code", {"out/log": b"1 2", "out/new": b"n"})
+    first.restore_outputs(2, is_first=True)
+    first.keep_outputs(2)
+    assert kept(run) == {"out/log": b"1 2", "out/new": b"n"}
+
+
+def test_a_restore_of_outputs_that_is_tried_again_removes_nothing(directory_store: Store, tmp_path: Path) -> None:
+    faulty = FaultyStore(directory_store)
+    run = new_run(faulty, program_job(outputs=["out"]))
+    first = workspace(run, tmp_path / "code")
+    write_files(tmp_path / "code", {"out/log": b"1"})
+    first.keep_outputs(1)
+    write_files(tmp_path / "code", {"out/log": b"1 2"})
+    for lost in (False, True):
+        faulty.answers_get_lost = lost
+        faulty.refuse("put")
+        with pytest.raises(StoreError):
+            first.restore_outputs(2, is_first=True)
+    faulty.refuse()
+    first.restore_outputs(2, is_first=True)
+    assert read_files(tmp_path / "code") == {"train.py": b"", "out/log": b"1 2"}
+
+
+def test_an_output_that_is_damaged_in_the_store_is_named_and_left_out(run: Run, tmp_path: Path) -> None:
+    first = workspace(run, tmp_path / "first")
+    write_files(tmp_path / "first", {"out/a": b"a", "out/b": b"b", "out/c": b"c", "out/d": b"d"})
+    first.keep_outputs(1)
+    files = kept_files(run)
+    run.store.put(files["out/a"].key, b"x")
+    run.store.put(files["out/b"].key, b"too large")
+    run.store.delete(files["out/c"].key)
+    told = Told()
+    workspace(run, tmp_path / "second", told, generation=2)
+    assert read_files(tmp_path / "second") == {"train.py": b"", "out/d": b"d"}
+    assert [text.partition(" is not restored")[0] for text in told] == [f"warning: output out/{name}" for name in "abc"]
+
+
+def test_outputs_that_arrive_after_another_machine_has_taken_over_are_not_served(
+    any_store: Store, tmp_path: Path
+) -> None:
+    run = new_run(any_store, program_job(outputs=["out"]))
+    first = workspace(run, tmp_path / "first")
+    write_files(tmp_path / "first", {"out/log": b"1", "out/old": b"old"})
+    first.keep_outputs(1)
+    run.propose(a_generation(2, "second"))
+    write_files(tmp_path / "first", {"out/log": b"1 late", "out/more": b"late"})
+    (tmp_path / "first/out/old").unlink()
+    with pytest.raises(Superseded, match="generation 2 has started"):
+        first.keep_outputs(1)
+    assert kept(run) == {"out/log": b"1", "out/old": b"old"}
+    second = workspace(run, tmp_path / "second", generation=2)
+    with pytest.raises(Superseded):
+        first.keep_outputs(1)
+    write_files(tmp_path / "second", {"out/log": b"1 2"})
+    second.keep_outputs(2)
+    assert kept(run) == {"out/log": b"1 2", "out/old": b"old"}
+    assert len(run.store.list(run.key("outputs"))) == 3, "two files and the list"
+
+
+@pytest.mark.parametrize("is_dead", [False, True])
+@pytest.mark.parametrize("number", range(5))
+def test_a_machine_that_is_cut_off_at_any_moment_of_an_upload_replaces_nothing(
+    directory_store: Store, tmp_path: Path, number: int, is_dead: bool
+) -> None:
+    """One of its requests arrives only after the next machine has put outputs: two files, the list, two deletions."""
+    slow = FaultyStore(directory_store)
+    job = program_job(outputs=["out"])
+    run = new_run(slow, job)
+    here = Run(directory_store, run.name)
+    first = workspace(run, tmp_path / "first")
+    write_files(tmp_path / "first", {"out/log": b"1", "out/same": b"same"})
+    first.keep_outputs(1)
+    changes: list[str] = []
+
+    def take_over(operation: str, key: str) -> BaseException | None:
+        if operation in CHANGES:
+            changes.append(key)
+        if len(changes) != number + 1:
+            return None
+        changes.append("the other machine")
+        here.propose(a_generation(2, "second"))
+        second = workspace(here, tmp_path / "second", generation=2)
+        write_files(tmp_path / "second", {"out/log": b"1 2"})
+        second.keep_outputs(2)
+        slow.answers_get_lost = True
+        return Killed() if is_dead else None
+
+    slow.fault = take_over
+    write_files(tmp_path / "first", {"out/log": b"1 late", "out/more": b"late"})
+    is_in_time = number > 2
+    with suppress(Killed) if is_dead or is_in_time else pytest.raises(Superseded):
+        first.keep_outputs(1)
+    more = {"out/more": b"late"} if is_in_time else {}
+    assert kept(here) == {"out/log": b"1 2", "out/same": b"same", **more}
+    assert "the other machine" in changes
+
+
+def test_the_files_of_a_list_outlive_a_machine_that_replaces_it_too_late(
+    directory_store: Store, tmp_path: Path
+) -> None:
+    """The next machine has read the list, and not yet put its own, when a newer one arrives."""
+    slow = FaultyStore(directory_store)
+    run, here = new_run(slow, program_job(outputs=["out"])), None
+    first = workspace(run, tmp_path / "first")
+    write_files(tmp_path / "first", {"out/log": b"1"})
+    first.keep_outputs(1)
+    here = Run(directory_store, run.name)
+    read = newest_list(here)
+    assert read is not None
+
+    def take_over(operation: str, key: str) -> None:
+        if operation == "put" and "/lists/" in key:
+            here.propose(a_generation(2, "second"))
+
+    slow.fault = take_over
+    write_files(tmp_path / "first", {"out/log": b"late"})
+    with pytest.raises(Superseded):
+        first.keep_outputs(1)
+    put_list(here, OutputList(2, 0, read.files))
+    assert kept(here) == {"out/log": b"1"}
+
+
+def test_a_list_whose_upload_failed_is_put_again(directory_store: Store, tmp_path: Path) -> None:
+    slow = FaultyStore(directory_store)
+    run = new_run(slow, program_job(outputs=["out"]))
+    first = workspace(run, tmp_path / "first")
+    write_files(tmp_path / "first", {"out/log": b"1"})
+    for lost in (False, True):
+        slow.answers_get_lost = lost
+        slow.refuse("put")
+        with pytest.raises(StoreError):
+            first.keep_outputs(1)
+    slow.refuse()
+    first.keep_outputs(1)
+    assert kept(run) == {"out/log": b"1"}
+    assert len(run.store.list(run.key("outputs"))) == 2
+
+
+def test_a_checkpoint_is_committed_though_an_output_finds_the_disk_full(
+    run: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "code").mkdir()
+    made = Workspace(run, tmp_path / "code", Told())
+    checkpoints = ProgramCheckpoints(run, tmp_path / "ckpt", run.job.checkpoint, Told(), workspace=made)
+    checkpoints.restore(1, is_first=True)
+    write_files(tmp_path, {"code/out/large": b"too large", "ckpt/model": b"m"})
+    copy = shutil.copyfile
+
+    def full(source: Path, target: Path) -> None:
+        if source.name == "large":
+            raise OSError(errno.ENOSPC, "No space left on device")
+        copy(source, target)
+
+    monkeypatch.setattr(shutil, "copyfile", full)
+    with pytest.raises(OSError, match="No space left"):
+        checkpoints.commit(1)
+    assert kept_files(run).keys() == {"checkpoints/model"}
+    monkeypatch.setattr(shutil, "copyfile", copy)
+    checkpoints.commit(1)
+    assert kept_files(run).keys() == {"checkpoints/model", "out/large"}
+
+
+def test_a_file_that_is_replaced_while_a_person_fetches_it_is_fetched_as_it_is_now(run: Run, tmp_path: Path) -> None:
+    made = workspace(run, tmp_path / "code")
+    write_files(tmp_path / "code", {"out/log": b"1"})
+    made.keep_outputs(1)
+    listed = kept_files(run)
+    write_files(tmp_path / "code", {"out/log": b"1 2"})
+    made.keep_outputs(1)
+    fetch_file(run, "out/log", listed["out/log"], tmp_path / "home")
+    assert read_files(tmp_path / "home") == {"out/log": b"1 2"}
+
+
+def test_outputs_that_the_job_no_longer_names_stay(directory_store: Store, tmp_path: Path) -> None:
+    run = new_run(directory_store, program_job(outputs=["out", "logs"]))
+    made = workspace(run, tmp_path / "code")
+    write_files(tmp_path / "code", {"out/a": b"a", "logs/b": b"b"})
+    made.keep_outputs(1)
+    changed = run.changed(program_job(outputs=["out"]))
+    changed.put_job()
+    second = workspace(changed, tmp_path / "second", generation=2)
+    write_files(tmp_path / "second", {"out/a": b"a 2"})
+    second.keep_outputs(2)
+    assert kept(changed) == {"out/a": b"a 2", "logs/b": b"b"}
+
+
 # What a person brings home.
 
 
@@ -128,7 +357,7 @@ def test_files_are_brought_home_by_name_or_folder(directory_store: Store, tmp_pa
     run = new_run(directory_store, program_job(outputs=["out"]))
     made = workspace(run, tmp_path / "code")
     write_files(tmp_path / "code", {"out/a.txt": b"a", "out/deep/b.txt": b"b", "out/deeper": b"c"})
-    made.keep_outputs()
+    made.keep_outputs(1)
     files = kept_files(run)
     assert chosen(run, files, ["out/deep/"]).keys() == {"out/deep/b.txt"}
     assert chosen(run, files, ["."]).keys() == files.keys()

@@ -320,10 +320,13 @@ class Node:
             return
         self.group = group
         if self._job.program is not None:  # a recipe's workers restore by themselves
-            group.restoring = Task(self.program.restore, "restore")
+            group.restoring = self._restore(group)
         if group.is_first and generation.number > 1:  # one node cleans up for all
             Task(lambda: self._clean_up(generation.number), "clean up")
         self._launch(group)
+
+    def _restore(self, group: WorkerGroup) -> Task:
+        return Task(lambda: self.program.restore(group.generation.number, group.is_first), "restore")
 
     def _launch_or_leave(self, group: WorkerGroup) -> None:
         """Launch, unless the node has to leave: then it does not wait until a large checkpoint is restored."""
@@ -357,8 +360,10 @@ class Node:
             self.end_workers()
             return
         except (StoreError, DamagedRecord):
-            group.restoring = Task(self.program.restore, "restore again")
+            group.restoring = self._restore(group)
             raise
+        except Superseded:  # the next look sees the newer generation
+            return
         self.lease.sampler.watch_workers_of(group.launch.server_pid)
         if group.is_first:  # another node's ends by itself
             self.mirror.start()

@@ -42,12 +42,13 @@ class ProgramCheckpoints:
         self._last = clock()
         self._restoring = threading.Lock()
 
-    def restore(self) -> None:
+    def restore(self, generation: int, is_first: bool) -> None:
         """Restore the directory as it was last committed; empty for a new run."""
         with self._restoring:  # an earlier restore that is no longer needed may still be running
+            if self._workspace is not None:  # first: from here on, outputs of older generations come too late
+                self._workspace.restore_outputs(generation, is_first)
             self._restore()
             if self._workspace is not None:
-                self._workspace.restore_outputs()
                 self._workspace.stage_inputs()
 
     def _restore(self) -> None:
@@ -72,8 +73,17 @@ class ProgramCheckpoints:
         self._last = self._clock()
         if self._metrics is not None:  # first: numbers up to the checkpoint are in the store before it
             self._metrics.flush()
+        not_kept: OSError | None = None
         if self._workspace is not None:
-            self._workspace.keep_outputs()
+            try:
+                self._workspace.keep_outputs(generation)
+            except OSError as error:  # the disk has no room for an output, but may have it for the checkpoint
+                not_kept = error
+        self._commit_directory(generation)
+        if not_kept is not None:
+            raise not_kept
+
+    def _commit_directory(self, generation: int) -> None:
         for _ in range(_TRIES):
             before = fingerprint(self._directory)
             if before == self._committed:  # nothing new; another checkpoint would only push out an older one

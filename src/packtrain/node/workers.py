@@ -31,7 +31,7 @@ from packtrain.units import show_seconds
 LAUNCHER_SECONDS = 5.0  # for the launcher to exit after its workers: it would wait minutes for those of other machines
 _COMMIT_SECONDS, _LOOK_SECONDS = 10.0, 0.05
 _PROGRAM_SECONDS = 60.0  # after which a program, which does not report its steps, counts as training
-_NOT_COMMITTED = "the program's checkpoint directory could not be committed"
+_NOT_COMMITTED = "the program's files could not be committed"
 _MAX_LINE = 10_000
 _WORKER_FILE = re.compile(r"/(\d+)/std(out|err)\.log$")
 

@@ -2,29 +2,35 @@
 
 Where a machine sees the directory that the run was started from, files that the snapshot does not have are linked, so
 that `data/train.bin` is found although git ignores it. What the job names under `outputs` is kept in the run's folder,
-and restored on another machine; the rest of what a program wrote is named at the end.
+and there again on a machine that takes over; the rest of what a program wrote is named at the end.
 """
 
 from __future__ import annotations
 
 import os
+import shutil
+import tempfile
+import threading
 import time
 from collections import defaultdict
 from collections.abc import Collection, Iterable
 from pathlib import Path, PurePosixPath
 
 from packtrain.job.job import CodeOrigin
+from packtrain.run.checkpoint import Superseded, refuse_superseded
 from packtrain.run.code import unpack
 from packtrain.run.inputs import is_remote, staged
-from packtrain.run.outputs import output_key
+from packtrain.run.outputs import MAX_OUTPUTS, Output, OutputList, newest_list, output_key, put_list, upload_name
 from packtrain.run.records import TellEvent
 from packtrain.run.run import Run
-from packtrain.store import is_key
-from packtrain.system import cache_directory
+from packtrain.store import DamagedObject, ObjectNotFound, is_key
+from packtrain.system import cache_directory, sha256_of
 from packtrain.units import counted, show_bytes, show_seconds
 
-Fingerprint = dict[str, tuple[int, int]]
-"""Size and time of files by their names."""
+FileState = tuple[int, int]
+"""Size and time."""
+Fingerprint = dict[str, FileState]
+"""States of files by their names."""
 INPUTS = "data"  # the folder beside that of the code
 _NAMED = 5  # folders and files that the warning names
 _CACHES = "__pycache__"
@@ -36,10 +42,14 @@ class Workspace:
     def __init__(self, run: Run, directory: Path, tell: TellEvent) -> None:
         self._run, self._directory, self._tell = run, directory, tell
         self._outputs = tuple(str(PurePosixPath(path)) for path in run.job.outputs)
-        self._kept: Fingerprint = {}
         self._before: Fingerprint = {}
-        self._is_restored = False
         self._named: set[str] = set()
+        self._using = threading.Lock()  # of what follows, by a commit of the generation before
+        self._generation = 0
+        self._list: OutputList | None = None  # the last that this machine has put
+        self._number = 0  # of the next one
+        self._kept: dict[str, tuple[FileState, Output]] = {}  # files that the store has as they are here
+        self._foreign: tuple[Output, ...] = ()  # that the run has kept, and the job does not name anymore
 
     def prepare(self) -> None:
         """Write the code, and link what is beside it in the directory that it came from, if this machine sees that."""
@@ -51,19 +61,52 @@ class Workspace:
             link_missing(source, self._directory, self._outputs)
         self._before = fingerprint(self._directory)
 
-    def restore_outputs(self) -> None:
-        """Fetch what the run has kept so far, once: afterwards the program decides what is there."""
-        if self._is_restored:
+    def restore_outputs(self, generation: int, is_first: bool) -> None:
+        """Begin a generation: from here on, outputs of older ones do not count, and those in the store are here."""
+        self._generation = generation
+        if not self._outputs:
             return
-        folder = output_key(self._run, "")
-        for entry in self._run.store.list(folder) if self._outputs else ():
-            name = entry.key.removeprefix(folder)
-            # The job is what was trusted: the store may have other names.
-            if is_key(name) and self._is_output(name):
-                (self._directory / name).parent.mkdir(parents=True, exist_ok=True)
-                self._run.store.get_file(entry.key, self._directory / name, limit=entry.size)
-        self._kept = self._outputs_now()
-        self._is_restored = True
+        with self._using:
+            newest = newest_list(self._run)
+            listed = newest.files if newest is not None else ()
+            # This machine put that list: what its program has written since is here and nowhere else.
+            continues = (
+                is_first
+                and newest is not None
+                and self._list is not None
+                and newest.generation in (self._list.generation, generation)  # this one, if this is tried again
+                and newest.files == self._list.files
+            )
+            if is_first and (newest is None or newest.generation < generation):
+                newest = OutputList(generation, 0, listed)
+                put_list(self._run, newest)
+            if not continues:
+                self._restore(listed)
+            stored = set(listed)
+            self._kept = {name: state for name, state in self._kept.items() if state[1] in stored}
+            self._foreign = tuple(file for file in listed if not self._is_output(file.name))
+            self._list, self._number = newest if is_first else None, 1 if newest is None else newest.number + 1
+
+    def _restore(self, listed: Iterable[Output]) -> None:
+        """Make this machine's outputs those of the list."""
+        # The job is what was trusted: the store may have other names.
+        wanted = {file.name: file for file in listed if self._is_output(file.name)}
+        now = self._outputs_now()
+        for name in now.keys() - wanted.keys():
+            (self._directory / name).unlink(missing_ok=True)
+        for name, file in wanted.items():
+            if name in now and self._kept.get(name) == (now[name], file):
+                continue
+            path = _make_room(self._directory, name)
+            try:
+                self._run.store.get_file(output_key(self._run, file.upload, name), path, limit=file.bytes)
+                if sha256_of(path) != file.sha256:
+                    raise DamagedObject(f"{name} does not match its digest")
+            except (ObjectNotFound, DamagedObject) as error:
+                path.unlink(missing_ok=True)
+                self._tell("warning", f"output {name} is not restored: {error}")
+            else:
+                self._kept[name] = (_state(path.stat()), file)
 
     def stage_inputs(self) -> None:
         """Have the job's data on this machine, each under its name in one folder."""
@@ -77,19 +120,46 @@ class Workspace:
                 if is_remote(address):
                     self._tell("data", f"staged {name} in {show_seconds(time.monotonic() - began)}")
 
-    def keep_outputs(self) -> None:
-        """Put the files that changed since the last call, and remove those that the program has removed."""
-        now = self._outputs_now()
-        for name, state in now.items():
-            if self._kept.get(name) != state:
-                try:
-                    self._run.store.put_file(output_key(self._run, name), self._directory / name)
-                except FileNotFoundError:  # renamed meanwhile; the next call sees its new name
-                    continue
-                self._kept[name] = state
-        for name in self._kept.keys() - now.keys():
-            self._run.store.delete(output_key(self._run, name))
-            del self._kept[name]
+    def keep_outputs(self, generation: int) -> None:
+        """Put the files that changed since the last call; Superseded if a newer generation has started."""
+        if not self._outputs:
+            return
+        with self._using:
+            self._check_is_current(generation)
+            now = self._outputs_now()
+            if len(now) > MAX_OUTPUTS:
+                self._tell("warning", f"outputs: kept nothing of {len(now):,} files; at most {MAX_OUTPUTS:,} are kept")
+                return
+            changed = [name for name, state in now.items() if name not in self._kept or self._kept[name][0] != state]
+            upload = upload_name(generation)
+            if changed:
+                refuse_superseded(self._run, generation, "keeping outputs")
+            for name in changed:
+                self._upload(generation, upload, name, now[name])
+            for name in self._kept.keys() - now.keys():
+                del self._kept[name]
+            assert self._list is not None
+            files = (*self._foreign, *(file for _, file in self._kept.values()))
+            if set(files) != set(self._list.files):
+                outputs = OutputList(generation, self._number, files)
+                self._number += 1  # whether the put succeeds or not: it may still arrive
+                put_list(self._run, outputs)
+                self._list = outputs
+
+    def _upload(self, generation: int, upload: str, name: str, state: FileState) -> None:
+        with tempfile.TemporaryDirectory(prefix="copy-", dir=self._directory.parent) as folder:
+            copy = Path(folder, "copy")
+            try:
+                shutil.copyfile(self._directory / name, copy)  # the program may write on while this is sent
+            except FileNotFoundError:  # renamed meanwhile; the next call sees its new name
+                return
+            self._check_is_current(generation)
+            self._run.store.put_file(output_key(self._run, upload, name), copy)
+            self._kept[name] = (state, Output(name, upload, copy.stat().st_size, sha256_of(copy)))
+
+    def _check_is_current(self, generation: int) -> None:
+        if generation != self._generation:
+            raise Superseded(f"generation {self._generation} has started here; not keeping outputs of {generation}")
 
     def warn_of_the_rest(self) -> None:
         """Say which files the program wrote that nothing keeps; each is named once."""
@@ -108,10 +178,27 @@ class Workspace:
         self._tell("warning", f"not kept: {', '.join([*shown[:_NAMED], *more])}; {advice}")
 
     def _outputs_now(self) -> Fingerprint:
-        return {name: state for name, state in fingerprint(self._directory).items() if self._is_output(name)}
+        return {
+            name: state
+            for name, state in fingerprint(self._directory).items()
+            if self._is_output(name) and self._before.get(name) != state  # every machine has the code
+        }
 
     def _is_output(self, name: str) -> bool:
         return any(name == output or name.startswith(f"{output}/") for output in self._outputs)
+
+
+def _make_room(directory: Path, name: str) -> Path:
+    """Return the path of a file to write, after removing what is in its way."""
+    *folders, last = PurePosixPath(name).parts
+    for folder in folders:
+        directory /= folder
+        if directory.is_symlink() or directory.is_file():
+            directory.unlink()
+        directory.mkdir(exist_ok=True)
+    if (directory / last).is_dir() and not (directory / last).is_symlink():
+        shutil.rmtree(directory / last)
+    return directory / last
 
 
 def visible(origin: CodeOrigin | None) -> Path | None:
@@ -145,6 +232,10 @@ def _entries(directory: Path) -> Iterable[os.DirEntry[str]]:
         return []
 
 
+def _state(status: os.stat_result) -> FileState:
+    return status.st_size, status.st_mtime_ns
+
+
 def fingerprint(directory: Path) -> Fingerprint:
     """Return size and time of every regular file whose name a store can hold."""
     found: Fingerprint = {}
@@ -152,8 +243,7 @@ def fingerprint(directory: Path) -> Fingerprint:
         name = str(path.relative_to(directory))
         try:
             if path.is_file() and not path.is_symlink() and is_key(name):
-                status = path.stat()
-                found[name] = (status.st_size, status.st_mtime_ns)
+                found[name] = _state(path.stat())
         except FileNotFoundError:
             continue
     return found

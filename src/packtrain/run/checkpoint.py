@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from packtrain.errors import Mistake, PacktrainError
-from packtrain.run.records import Count, DamagedRecord, Digest, FileName, Many, decode, encode
+from packtrain.run.records import Count, DamagedRecord, Digest, FileName, Generation, Many, decode, encode
 from packtrain.run.run import Run
 from packtrain.store import DamagedObject, ObjectNotFound, is_key
 from packtrain.system import sha256_of
@@ -83,11 +83,7 @@ def put_files(run: Run, name: str, files: Mapping[str, Path]) -> tuple[StoredFil
 def put_manifest(run: Run, checkpoint: Checkpoint) -> None:
     """Commit a checkpoint whose files are in the store, unless a newer generation has started meanwhile."""
     name, step, generation = checkpoint.name, checkpoint.step, checkpoint.generation
-    latest = run.latest_generation()
-    if latest is not None and latest.number > generation:
-        raise Superseded(
-            f"generation {latest.number} has started; not committing step {step} of generation {generation}"
-        )
+    latest = refuse_superseded(run, generation, f"committing step {step}")
     run.store.put(manifest_key(run, name), encode(checkpoint))
     # The put may have waited for an unreachable store. A generation that started without this checkpoint wins: the
     # commits of a run form one line.
@@ -97,6 +93,14 @@ def put_manifest(run: Run, checkpoint: Checkpoint) -> None:
         raise Superseded(
             f"generation {latest.number} has started without step {step} of generation {generation}; withdrawn"
         )
+
+
+def refuse_superseded(run: Run, generation: int, doing: str) -> Generation | None:
+    """Return the latest generation, unless it is newer than that of the caller."""
+    latest = run.latest_generation()
+    if latest is not None and latest.number > generation:
+        raise Superseded(f"generation {latest.number} has started; not {doing} of generation {generation}")
+    return latest
 
 
 def part_name(name: str, rank: int, num_ranks: int) -> str:

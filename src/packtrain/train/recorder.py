@@ -14,7 +14,7 @@ from pathlib import Path
 import torch
 
 from packtrain.run.chunks import Flushable, Flusher
-from packtrain.run.outputs import output_key
+from packtrain.run.outputs import trace_key
 from packtrain.run.records import Event, EventKind, Point, TimeSpent
 from packtrain.run.run import Run, worker_writer
 from packtrain.store import StoreError
@@ -209,7 +209,7 @@ class OutputWriter:
                 self._waiting.popleft()
                 packed.unlink(missing_ok=True)
                 raise StoreError(f"{name} is lost: {error}") from error
-            self._run.store.put_file(output_key(self._run, name), packed)
+            self._run.store.put_file(trace_key(self._run, name), packed)
             self._waiting.popleft()
             path.unlink()
             packed.unlink()
