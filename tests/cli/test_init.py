@@ -118,7 +118,12 @@ LAYOUTS: dict[str, tuple[str, list[str], list[list[str]]]] = {
         ["train.de", "train.en", "dev.de", "dev.en", "dev.fr"],
         [["train.de", "train.en"], ["dev.de", "dev.en"], []],
     ),
-    "table": ("translate", ["training.tsv.gz"], [["training.tsv.gz"], [], []]),
+    "table": ("translate", ["training.tsv.GZ"], [["training.tsv.GZ"], [], []]),
+    "compressed texts": (
+        "translate",
+        ["train.de.xz", "train.en.xz", "dev.de.xz", "dev.en.xz"],
+        [["train.de.xz", "train.en.xz"], ["dev.de.xz", "dev.en.xz"], []],
+    ),
     "replies": ("chat", ["a_train.txt", "a_valid.txt"], [["a_train.txt"], ["a_valid.txt"], []]),
     "coco": (
         "caption",

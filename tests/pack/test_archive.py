@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 
 from pack.rawsets import END, MANY, header, member, refusal, tar, with_checksum, write, zipped
 from packtrain.errors import printable
-from packtrain.pack.archive import Locator, archive_members, is_archive, member_of, split_member, tar_members
+from packtrain.pack.archive import Locator, archive_members, composed, is_archive, member_of, split_member, tar_members
 from packtrain.pack.raw import read_lines
 
 FORMATS = [tarfile.USTAR_FORMAT, tarfile.GNU_FORMAT, tarfile.PAX_FORMAT]
@@ -46,19 +46,19 @@ paths = st.lists(names, min_size=1, max_size=6).map("/".join)
 
 @settings(max_examples=120)
 @given(
-    st.lists(st.tuples(paths, st.binary(max_size=1500)), max_size=6, unique_by=lambda item: item[0]),
+    st.lists(st.tuples(paths, st.binary(max_size=1500)), max_size=6, unique_by=lambda item: composed(item[0])),
     st.sampled_from(FORMATS[1:]),
 )
 def test_members_are_those_that_tarfile_lists(files: list[tuple[str, bytes]], form: int) -> None:
     data = tar(files, form)
     with tarfile.open(fileobj=io.BytesIO(data)) as theirs:
-        expected = [(info.name, info.offset_data, info.size) for info in theirs]
+        expected = [(composed(info.name), info.offset_data, info.size) for info in theirs]
     with tempfile.NamedTemporaryFile(suffix=".tar") as file:
         file.write(data)
         file.flush()
         found = list(tar_members(Locator(file.name)))
         assert [(one.name, one.where.offset, one.where.length) for one in found] == expected
-        assert [(one.name, one.where.read(MANY)) for one in found] == files
+        assert [(one.name, one.where.read(MANY)) for one in found] == [(composed(name), data) for name, data in files]
 
 
 @pytest.mark.parametrize("form", FORMATS)
@@ -390,7 +390,7 @@ def test_a_damaged_compressed_tar_is_refused(tmp_path: Path, damage: Callable[[b
     # Stored as they are, so that only the checksum shows the change.
     path = write(tmp_path / "a.tgz", damage(gzip.compress(tar(files), compresslevel=0)))
     for read in (lambda: list(archive_members(path, MANY)), lambda: member_of(path, "a")):
-        assert refusal(read) == f"{path}: damaged or incomplete gzip file; download it again"
+        assert refusal(read).startswith(f"{path}: damaged or incomplete compressed file (")
 
 
 def test_only_archives_look_like_archives(tmp_path: Path) -> None:

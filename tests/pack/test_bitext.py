@@ -218,19 +218,19 @@ def test_invalid_utf8_is_refused_with_its_byte(tmp_path: Path, content: bytes, l
 def test_a_truncated_compressed_file_is_refused(tmp_path: Path) -> None:
     whole = gzip.compress(b"one\teins\n" * 1000)
     (tmp_path / "a.tsv.gz").write_bytes(whole[: len(whole) // 2])
-    assert "a.tsv.gz: damaged or incomplete gzip file" in refusal(tmp_path / "a.tsv.gz")
+    assert "a.tsv.gz: damaged or incomplete compressed file" in refusal(tmp_path / "a.tsv.gz")
 
 
 def test_a_damaged_compressed_file_is_refused(tmp_path: Path) -> None:
     damaged = bytearray(gzip.compress(b"one\teins\n" * 1000))
     damaged[10] = 0xFF  # the first block behind the header is of a type that does not exist
     (tmp_path / "a.tsv.gz").write_bytes(damaged)
-    assert "a.tsv.gz: damaged or incomplete gzip file" in refusal(tmp_path / "a.tsv.gz")
+    assert "a.tsv.gz: damaged or incomplete compressed file" in refusal(tmp_path / "a.tsv.gz")
 
 
 def test_plain_text_named_gz_is_refused(tmp_path: Path) -> None:
     (tmp_path / "a.tsv.gz").write_bytes(b"one\teins\n")
-    assert "a.tsv.gz: damaged or incomplete gzip file" in refusal(tmp_path / "a.tsv.gz")
+    assert "a.tsv.gz: damaged or incomplete compressed file" in refusal(tmp_path / "a.tsv.gz")
 
 
 def test_a_missing_file_is_named(tmp_path: Path) -> None:

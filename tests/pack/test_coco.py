@@ -1,10 +1,12 @@
 from __future__ import annotations
 
+import gzip
 import json
 from pathlib import Path
 from typing import Any
 
 import pytest
+import zstandard
 
 from pack.rawsets import MANY, coco, picture, refusal, tar, write, zipped
 from packtrain.pack import raw
@@ -203,3 +205,26 @@ def test_a_file_that_is_not_an_archive_is_refused(tmp_path: Path) -> None:
 def test_too_large_json_is_refused_without_reading_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(raw, "MAX_JSON_BYTES", 100)
     assert "split the file" in Reading(tmp_path, PETS).refusal()
+
+
+@pytest.mark.parametrize("place", ["folder", "zip", "tar"])
+@pytest.mark.parametrize(
+    ("listed", "stored"), [("u\u0308/e\u0301.jpg", "\u00fc/\u00e9.jpg"), ("\u00fc.jpg", "u\u0308.jpg")]
+)
+def test_an_image_is_found_however_its_accents_are_stored(tmp_path: Path, place: str, listed: str, stored: str) -> None:
+    reading = Reading(tmp_path, coco([(0, listed)], [(0, "a cat")]), (stored,))
+    if place != "folder":
+        pack = {"zip": zipped, "tar": tar}[place]
+        reading.images = write(tmp_path / "images.pack", pack([(stored, picture())]))
+    [sample] = reading.samples()
+    assert sample.where.read(MANY) == picture()
+
+
+@pytest.mark.parametrize("ending", [".gz", ".GZ", ".zst"])
+def test_captions_may_be_compressed(tmp_path: Path, ending: str) -> None:
+    reading = Reading(tmp_path, PETS)
+    compress = zstandard.compress if ending == ".zst" else gzip.compress
+    listing = write(tmp_path / f"captions.json{ending}", compress(json.dumps(PETS).encode()))
+    assert CocoSource.recognize([listing, reading.images])
+    reading.annotations = listing
+    assert len(reading.captions()) == 2

@@ -55,6 +55,19 @@ def flat(folder: Path, truth: str, synsets: str | None = "n01\nn02\nn03\n", pict
     return (*paths, write(folder / "synsets.txt", synsets)) if synsets is not None else tuple(paths)
 
 
+def test_a_class_is_the_same_however_its_accents_are_stored(tmp_path: Path) -> None:
+    """Macs store an accent and its letter apart."""
+    train = write_classes(tmp_path / "train", {"caf\u00e9": ["a.jpg"], "tea": ["b.jpg"]})
+    valid = write_classes(tmp_path / "valid", {"cafe\u0301": ["c.jpg"], "tea": ["d.jpg"]})
+    zips = [
+        write(tmp_path / f"{name}.zip", zipped([(f"{class_name}/a.jpg", picture()), ("tea/b.jpg", picture(1))]))
+        for name, class_name in (("composed", "caf\u00e9"), ("apart", "cafe\u0301"))
+    ]
+    for source in (train, valid, *zips):
+        assert ImageNetSource(paths=(source,)).classes() == ("caf\u00e9", "tea")
+        assert list(labels(source, classes=("caf\u00e9", "tea")).values()) == [0, 1]
+
+
 class TestFoldersOfClasses:
     def test_the_folder_is_the_class_and_everything_is_sorted(self, tmp_path: Path) -> None:
         train = write_classes(tmp_path / "train", ANIMALS)

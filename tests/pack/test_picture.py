@@ -1,7 +1,9 @@
 from __future__ import annotations
 
+import struct
 import threading
 import warnings
+import zlib
 from collections.abc import Callable
 
 import numpy as np
@@ -162,21 +164,49 @@ def test_16_bit_gray_becomes_8_bit(kind: str) -> None:
     assert difference(shown, quarters().convert("L")) < 3
 
 
-def test_16_bit_color_becomes_8_bit() -> None:
-    import struct
-    import zlib
-
-    values = (np.asarray(quarters()).astype(np.uint16) * 256 + 17).astype(">u2").tobytes()
-    stride = 64 * 6
-    rows = b"".join(b"\0" + values[row * stride : (row + 1) * stride] for row in range(48))
+def png_of(values: np.ndarray, kind: int, transparent: bytes = b"") -> bytes:
+    """A PNG of 16 bits: of kind 0, gray, 2, RGB, or 4, gray with transparency."""
+    height, width = values.shape[:2]
+    rows = b"".join(b"\0" + row.astype(">u2").tobytes() for row in values)
     png = b"\x89PNG\r\n\x1a\n"
     for name, body in [
-        (b"IHDR", struct.pack(">IIBBBBB", 64, 48, 16, 2, 0, 0, 0)),
+        (b"IHDR", struct.pack(">IIBBBBB", width, height, 16, kind, 0, 0, 0)),
+        *([(b"tRNS", transparent)] if transparent else []),
         (b"IDAT", zlib.compress(rows)),
         (b"IEND", b""),
     ]:
         png += struct.pack(">I", len(body)) + name + body + struct.pack(">I", zlib.crc32(name + body))
-    assert colors(picture_of(png)) == UPRIGHT
+    return png
+
+
+def test_16_bit_color_becomes_8_bit() -> None:
+    assert colors(picture_of(png_of(np.asarray(quarters()).astype(np.uint16) * 256 + 17, 2))) == UPRIGHT
+
+
+def half_gray() -> np.ndarray:
+    """Gray of 16 bits above a lower half of black."""
+    values = np.full((48, 64), 0x8011, np.uint16)
+    values[24:] = 0x0011
+    return values
+
+
+@pytest.mark.parametrize(
+    "data",
+    [
+        png_of(half_gray(), 0, b"\x00\x11"),
+        png_of(np.stack([half_gray(), (half_gray() > 0x1000) * np.uint16(0xFFFF)], -1), 4),
+    ],
+    ids=["one value", "transparency of each pixel"],
+)
+def test_transparent_pixels_of_16_bit_gray_become_white(data: bytes) -> None:
+    shown = np.asarray(picture_of(data).convert("L"))
+    assert abs(float(shown[:20].mean()) - 0x80) < 2
+    assert shown[28:].mean() > 253
+
+
+def test_a_tiff_of_a_kind_that_is_not_read_is_not_called_damaged() -> None:
+    gray_with_transparency = saved(half_transparent("LA"), "TIFF").replace(b"\x08\0\x08\0", b"\x10\0\x10\0")
+    assert reason_for(gray_with_transparency) == "unsupported TIFF"
 
 
 @pytest.mark.parametrize("mode", ["I", "F"])
@@ -252,7 +282,15 @@ def test_an_unusable_file_is_dropped_with_a_reason(data: bytes, reason: str) -> 
     assert reason_for(data) == reason
 
 
-@pytest.mark.parametrize("kept", [20, 160, 300, 640, 1500, len(JPEG) - 2, len(JPEG) - 1])
+@pytest.mark.parametrize("mode", ["L", "RGB"])
+@pytest.mark.parametrize("progressive", [False, True])
+@pytest.mark.parametrize("missing", [1, 2])
+def test_a_jpeg_without_its_end_marker_keeps_all_pixels(mode: str, progressive: bool, missing: int) -> None:
+    data = saved(PHOTO.convert(mode), "JPEG", quality=90, progressive=progressive)
+    assert to_tiled(data[:-missing]).jpeg == to_tiled(data).jpeg
+
+
+@pytest.mark.parametrize("kept", [20, 160, 300, 640, 1500, len(JPEG) - 8, len(JPEG) - 4])
 def test_a_truncated_jpeg_is_dropped(kept: int) -> None:
     assert reason_for(JPEG[:kept]) in ("cut off", "damaged")
 
@@ -391,7 +429,7 @@ def test_a_mutated_file_gives_good_tiles_or_a_reason(data: bytes, changes: list[
         tiled = to_tiled(bytes(mutated))
     except UnusableImage as unusable:
         assert unusable.reason in {
-            "not an image", "damaged", "cut off", "too many pixels", "too long", "unknown depth",
+            "not an image", "damaged", "cut off", "too many pixels", "too long", "unknown depth", "unsupported TIFF",
         }  # fmt: skip
         return
     assert opened(tiled.jpeg).size == (tiled.width, tiled.height)

@@ -4,14 +4,16 @@ from __future__ import annotations
 
 import io
 import stat
+import struct
 import zipfile
+import zlib
 from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
 from pack.rawsets import MANY, picture, refusal, write, zipped
-from packtrain.pack.archive import is_zip, zip_members
+from packtrain.pack.archive import archive_members, is_archive, is_zip, member_of, zip_members
 
 PICTURES = [("a.jpg", picture(1)), ("deep/b.jpg", picture(2)), ("empty", b"")]
 
@@ -24,8 +26,12 @@ def test_members_are_read_as_they_are(tmp_path: Path, method: int) -> None:
 
 
 def test_self_extracting_and_zip64_files_are_read(tmp_path: Path) -> None:
-    path = write(tmp_path / "self-extracting", b"#!/bin/sh\n" + zipped(PICTURES))
-    assert [one.where.read(MANY) for one in zip_members(path)] == [data for _, data in PICTURES]
+    for start in (b"#!/bin/sh\n", b"MZ\x90\0", b"\x7fELF"):
+        path = write(tmp_path / "set.exe", start + bytes(5000) + zipped(PICTURES))
+        assert is_archive(path)
+        assert [(one.name, one.where.read(MANY)) for one in archive_members(path)] == PICTURES
+        assert [one.name for one in archive_members(f"{path}#deep")] == ["b.jpg"]
+        assert not is_archive(write(tmp_path / "program", start + bytes(5000)))
     file = io.BytesIO()
     with zipfile.ZipFile(file, "w") as archive, archive.open("a.jpg", "w", force_zip64=True) as member:
         member.write(picture())
@@ -45,11 +51,61 @@ def test_a_zip_of_more_than_4_gigabytes_is_read(tmp_path: Path) -> None:
     assert members == [("a.jpg", picture(1)), ("deep/b.jpg", picture(2))]
 
 
-def test_names_have_the_encoding_that_their_flag_says(tmp_path: Path) -> None:
+def names(path: Path, data: bytes) -> list[str]:
+    return [member.name for member in zip_members(write(path, data))]
+
+
+def without_flag(data: bytes) -> bytes:
+    return changed(data, b"PK\x01\x02", 8, b"\0\0")
+
+
+def test_names_are_utf8_with_and_without_the_flag_that_says_so(tmp_path: Path) -> None:
     data = zipped([("\u732b.jpg", b"")])
-    assert [one.name for one in zip_members(write(tmp_path / "utf-8.zip", data))] == ["\u732b.jpg"]
-    data = changed(data, b"PK\x01\x02", 8, b"\0\0")
-    assert [one.name for one in zip_members(write(tmp_path / "dos.zip", data))] == ["\u03c4\u00ee\u00bd.jpg"]
+    assert names(tmp_path / "flag.zip", data) == ["\u732b.jpg"]
+    assert names(tmp_path / "mac.zip", without_flag(data)) == ["\u732b.jpg"]
+
+
+def test_other_names_are_those_of_dos(tmp_path: Path) -> None:
+    data = zipped([("M\u00bcnch.jpg", b"")]).replace("\u00bc".encode(), b"\x81n")
+    assert names(tmp_path / "dos.zip", without_flag(data)) == ["M\u00fcnnch.jpg"]
+
+
+@pytest.mark.parametrize(("checksum_of", "name"), [(b"_.jpg", "\u732b.jpg"), (b"renamed.jpg", "_.jpg")])
+def test_a_name_may_be_in_an_extra_field_if_its_checksum_fits(tmp_path: Path, checksum_of: bytes, name: str) -> None:
+    info = zipfile.ZipInfo("_.jpg")
+    unicode_name = b"\1" + struct.pack("<L", zlib.crc32(checksum_of)) + "\u732b.jpg".encode()
+    info.extra = struct.pack("<HH4sHH", 0x5455, 4, b"time", 0x7075, len(unicode_name)) + unicode_name
+    file = io.BytesIO()
+    with zipfile.ZipFile(file, "w") as archive:
+        archive.writestr(info, picture())
+    assert names(tmp_path / "a.zip", file.getvalue()) == [name]
+
+
+def test_names_that_only_spell_their_accents_differently_are_the_same(tmp_path: Path) -> None:
+    data = without_flag(zipped([("cafe\u0301/a.txt", b"one\n")]))
+    assert names(tmp_path / "mac.zip", data) == ["caf\u00e9/a.txt"]
+    for typed in ("caf\u00e9", "cafe\u0301"):
+        assert member_of(str(tmp_path / "mac.zip"), f"{typed}/a.txt").where.read(MANY) == b"one\n"
+        assert [one.name for one in archive_members(f"{tmp_path / 'mac.zip'}#{typed}")] == ["a.txt"]
+
+
+@pytest.mark.parametrize(
+    ("system", "name", "expected"),
+    [
+        (0, "train\\cat\\a.jpg", ["train/cat/a.jpg"]),
+        (10, "train\\cat\\", []),
+        (0, "train/a\\b.jpg", ["train/a\\b.jpg"]),
+        (3, "a\\b.jpg", ["a\\b.jpg"]),
+    ],
+)
+def test_backslashes_of_windows_separate_folders(tmp_path: Path, system: int, name: str, expected: list[str]) -> None:
+    data = changed(zipped([(name, b"")]), b"PK\x01\x02", 5, bytes([system]))
+    assert names(tmp_path / "a.zip", data) == expected
+
+
+def test_backslashes_do_not_lead_outside(tmp_path: Path) -> None:
+    data = changed(zipped([("..\\..\\a.jpg", b"")]), b"PK\x01\x02", 5, b"\0")
+    assert "has '..' in its name" in refusal(lambda: names(tmp_path / "a.zip", data))
 
 
 def test_too_many_members_are_refused_while_they_are_counted(tmp_path: Path) -> None:

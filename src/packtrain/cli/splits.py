@@ -13,6 +13,7 @@ from pathlib import Path
 
 from packtrain.errors import Mistake
 from packtrain.pack.archive import is_archive
+from packtrain.pack.compression import plain_name
 from packtrain.pack.dialogue import LINES
 from packtrain.pack.raw import is_hidden
 
@@ -99,7 +100,7 @@ def _entries(folder: Path) -> list[_Entry]:
     try:
         paths = sorted(path for path in folder.iterdir() if not is_hidden(path.name))
         annotations = folder / "annotations"  # where COCO has its captions
-        paths += sorted(annotations.glob("captions_*.json")) if annotations.is_dir() else []
+        paths += sorted(annotations.glob("captions_*.json*")) if annotations.is_dir() else []
     except OSError as error:
         raise Mistake(f"--data {folder}: {error.strerror}") from None
     entries = [_entry(path) for path in paths]
@@ -131,7 +132,7 @@ def _grouped(entries: Sequence[_Entry]) -> dict[str, list[Paths]]:
 
 
 def _json_lines(entries: Sequence[_Entry], _ask: Ask, _notes: list[str]) -> Found:
-    return _grouped([entry for entry in entries if entry.path.name.endswith((".jsonl", ".jsonl.gz"))])
+    return _grouped([entry for entry in entries if plain_name(entry.path.name).endswith(".jsonl")])
 
 
 def _is_place(entry: _Entry) -> bool:
@@ -160,21 +161,21 @@ def _class_folders(entries: Sequence[_Entry], ask: Ask, _notes: list[str]) -> Fo
 
 
 def _tables(entries: Sequence[_Entry], _ask: Ask, _notes: list[str]) -> Found:
-    return _grouped([entry for entry in entries if entry.path.name.removesuffix(".gz").endswith((".tsv", ".txt"))])
+    return _grouped([entry for entry in entries if plain_name(entry.path.name).endswith((".tsv", ".txt"))])
 
 
 def _texts(entries: Sequence[_Entry], ask: Ask, notes: list[str]) -> Found:
     """Find tables of pairs, or else pairs of files that differ in their endings."""
-    tables = _grouped([entry for entry in entries if entry.path.name.removesuffix(".gz").endswith(".tsv")])
+    tables = _grouped([entry for entry in entries if plain_name(entry.path.name).endswith(".tsv")])
     if "train" in tables:
         return tables
     files = [
         entry
         for entry in entries
-        if entry.word and not entry.is_folder and not entry.path.name.removesuffix(".gz").endswith(_NOT_TEXT)
+        if entry.word and not entry.is_folder and not plain_name(entry.path.name).endswith(_NOT_TEXT)
     ]
     patterns = sorted({entry.pattern for entry in files if entry.split == "train"})
-    names = {pattern.removesuffix(".gz").rpartition("*")[2].strip("._-") or pattern: pattern for pattern in patterns}
+    names = {plain_name(pattern).rpartition("*")[2].strip("._-") or pattern: pattern for pattern in patterns}
     if len(names) < 2:
         return {}
     pair = _languages(names, ask, notes)
@@ -203,7 +204,7 @@ def _languages(names: Mapping[str, str], ask: Ask, notes: list[str]) -> Paths:
 
 def _captions(entries: Sequence[_Entry], _ask: Ask, _notes: list[str]) -> Found:
     """Find captions, each with the folder or archive of its images; one folder may be for all of them."""
-    listings = [entry for entry in entries if entry.word and entry.path.name.endswith((".json", ".json.gz"))]
+    listings = [entry for entry in entries if entry.word and plain_name(entry.path.name).endswith(".json")]
     images = [entry for entry in entries if _is_place(entry)]
     found: dict[str, list[Paths]] = {}
     for listing in listings:

@@ -18,6 +18,7 @@ import re
 import stat
 import struct
 import sys
+import unicodedata
 import zlib
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -25,6 +26,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, BinaryIO, NamedTuple, cast
 
 from packtrain.errors import Mistake, nearest, printable, quoted
+from packtrain.pack.compression import codec_of, decompressed, faults_as_mistakes
 
 if TYPE_CHECKING:
     from _typeshed import WriteableBuffer
@@ -52,26 +54,25 @@ _REFUSED_KINDS = {
 }
 _OCTAL = re.compile(rb" *([0-7]*) *")
 _GZIP = b"\x1f\x8b"
-_COMPRESSED = {
-    _GZIP: "gunzip",
-    b"BZh": "bunzip2",
-    b"\xfd7zXZ\0": "unxz",
-    b"\x28\xb5\x2f\xfd": "unzstd",
-    b"PK\x03\x04": "unzip",
-}
+_PROGRAMS = (b"MZ", b"\x7fELF", b"#!")
 
 _ZIP_START, _ZIP_EMPTY = b"PK\x03\x04", b"PK\x05\x06"
 _ZIP_ENTRY_START, _ZIP64_END_START, _ZIP64_PLACE_START = b"PK\x01\x02", b"PK\x06\x06", b"PK\x06\x07"
 _ZIP_HEADER = struct.Struct("<4s22xHH")  # before a member's data: signature, lengths of name and extra field
-_ZIP_ENTRY = struct.Struct("<4s4xHH4x3L3H4xLL")  # of the directory
+_ZIP_ENTRY = struct.Struct("<4sxB2xHH4x3L3H4xLL")  # of the directory
 _ZIP_END = struct.Struct("<4s8xLL2x")  # after the directory: its length and offset
 _ZIP64_END = struct.Struct("<4s36xQQ4s16x")  # before that in a large zip: the same again, and the place of this record
 _ZIP_COMMENT_BYTES = 0xFFFF
-_ZIP64 = 0xFFFFFFFF  # instead of a number that is in the extra field, of kind 1
+_ZIP64 = 0xFFFFFFFF  # instead of a number that is in an extra field
+_ZIP64_EXTRA, _UNICODE_NAME_EXTRA = 0x0001, 0x7075  # kinds of extra fields
+_UNICODE_NAME = struct.Struct("<xL")  # before the name in such a field: the checksum of the name that it replaces
+_ZIP_DOS = {0, 6, 10, 14}  # systems of DOS, OS/2 and Windows
 _ZIP_ENCRYPTED, _ZIP_UTF8 = 0x1, 0x800  # flags
 _ZIP_STORED, _ZIP_DEFLATED = 0, 8
 
-_NAMED_IN = re.compile(r"\.(?:zip|tar|tgz|tar\.gz)(?:\?[^#]*)?(#)", re.IGNORECASE)  # perhaps after the query of a URL
+_NAMED_IN = re.compile(
+    r"\.(?:zip|exe|tar|tgz|tar\.gz)(?:\?[^#]*)?(#)", re.IGNORECASE
+)  # perhaps after the query of a URL
 
 
 @dataclass(frozen=True, slots=True)
@@ -174,6 +175,11 @@ class MemberError(Exception):
     """The reason to refuse a member; the caller adds its name and place."""
 
 
+def composed(name: str) -> str:
+    """Return the name with each accent and its letter as a character: Macs store them apart, other systems as typed."""
+    return unicodedata.normalize("NFC", name)
+
+
 def split_member(path: str) -> tuple[str, str]:
     """Return the archive of `archive.zip#inner`, and what is named in it; nothing if the path is the file itself."""
     match = _NAMED_IN.search(path)
@@ -188,9 +194,9 @@ def member_of(archive: str, name: str) -> ArchiveMember:
     below: list[ArchiveMember] = []
     known: list[str] = []
     for member in archive_members(archive):  # to the end, where the checksum of a compressed tar is
-        if member.name == name:
+        if member.name == composed(name):
             exact.append(member)
-        elif member.name.partition("/")[2] == name:
+        elif member.name.partition("/")[2] == composed(name):
             below.append(member)
         if len(known) < _SHOWN_MEMBERS:
             known.append(member.name)
@@ -216,7 +222,7 @@ def archive_members(path: str, hold_bytes: int = 0) -> Iterator[ArchiveMember]:
     if not folder:
         yield from found
         return
-    below = folder.strip("/") + "/"
+    below = composed(folder.strip("/")) + "/"
     is_empty = True
     for member in found:
         if member.name.startswith(below):
@@ -248,24 +254,19 @@ def tar_members(where: Locator, called: str | None = None, max_members: int = MA
 
 def _compressed_members(path: str, hold_bytes: int) -> Iterator[ArchiveMember]:
     shown = printable(path)
-    try:
-        with gzip.open(path) as file:
+    with faults_as_mistakes(shown), gzip.open(path) as file:
 
-            def read_at(position: int, count: int) -> bytes:
-                file.seek(position)  # forward, except from the first header to the first header
-                return file.read(count)
+        def read_at(position: int, count: int) -> bytes:
+            file.seek(position)  # forward, except from the first header to the first header
+            return file.read(count)
 
-            for name, offset, length in _Tar(read_at, None, shown).members(MAX_MEMBERS):
-                held = None
-                if length <= hold_bytes:
-                    held = read_at(offset, length)
-                    if len(held) != length:
-                        raise EOFError
-                yield ArchiveMember(name, Locator(path, offset, length, is_gzip=True, held=held))
-    except (gzip.BadGzipFile, EOFError, zlib.error) as error:
-        raise Mistake(f"{shown}: damaged or incomplete gzip file; download it again") from error
-    except OSError as error:
-        raise Mistake(f"{shown}: {error.strerror or error}") from error
+        for name, offset, length in _Tar(read_at, None, shown).members(MAX_MEMBERS):
+            held = None
+            if length <= hold_bytes:
+                held = read_at(offset, length)
+                if len(held) != length:
+                    raise EOFError("ended within a member")
+            yield ArchiveMember(name, Locator(path, offset, length, is_gzip=True, held=held))
 
 
 class TarHeader(NamedTuple):
@@ -284,7 +285,7 @@ class _Tar:
     def members(self, max_members: int) -> Iterator[tuple[str, int, int]]:
         """Yield the name, offset and length of each file."""
         self._refuse_other_formats()
-        seen: set[bytes] = set()
+        seen: set[str] = set()
         position = 0
         while True:
             block = self._read(position, _BLOCK)
@@ -295,22 +296,23 @@ class _Tar:
                 header, offset = self._header(block, position)
                 name = header.name
                 name = safe_name(name)
+                text = _text(name)
                 if header.kind == _DIRECTORY:
                     position = offset
                     continue
                 if header.kind not in _FILES:
                     raise MemberError(_REFUSED_KINDS.get(header.kind, f"has the unknown type {header.kind!r}"))
-                if name in seen:
+                if text in seen:
                     raise MemberError("occurs twice")
                 if offset + header.size > self._length:
                     size = f"{header.size:,}"
                     raise MemberError(f"has {size} bytes, more than the file has left; download the file again")
             except MemberError as error:
                 raise self._mistake(f"member {quoted(_text(name))} at byte {position:,} {error}") from None
-            seen.add(name)
+            seen.add(text)
             if len(seen) > max_members:
                 raise self._mistake(f"more than {max_members:,} members; split it into several tars")
-            yield _text(name), offset, header.size
+            yield text, offset, header.size
             position = offset + _padded(header.size)
 
     def _header(self, block: bytes, position: int) -> tuple[TarHeader, int]:
@@ -362,9 +364,10 @@ class _Tar:
         if not self._length:
             raise self._mistake("empty file, not a tar; download it again")
         start = self._read_at(0, min(_BLOCK, self._length))
-        for magic, program in _COMPRESSED.items():
-            if start.startswith(magic):
-                raise self._mistake(f"compressed, so its members cannot be located; decompress it first ({program})")
+        codec = codec_of(start)
+        if codec is not None or start.startswith(_ZIP_START):
+            command = "unzip" if codec is None else codec.command
+            raise self._mistake(f"compressed, so its members cannot be located; decompress it first ({command})")
         if len(start) == _BLOCK and any(start):
             try:
                 parse_tar_header(start)
@@ -440,7 +443,7 @@ def _padded(size: int) -> int:
 
 
 def _text(name: bytes) -> str:
-    return name.decode("utf-8", "surrogateescape")
+    return composed(name.decode("utf-8", "surrogateescape"))
 
 
 def safe_name(name: bytes) -> bytes:
@@ -458,20 +461,29 @@ def safe_name(name: bytes) -> bytes:
 
 
 def is_zip(path: str) -> bool:
-    return _starts_with(path, _ZIP_START, _ZIP_EMPTY)
+    """True if the file starts like a zip, or is a program that unpacks the zip at its end."""
+    if not _starts_with(path, *_PROGRAMS):
+        return _starts_with(path, _ZIP_START, _ZIP_EMPTY)
+    try:
+        with Path(path).open("rb") as file:
+            start, _, _ = _zip_directory(file, os.fstat(file.fileno()).st_size)
+            file.seek(start)
+            return file.read(len(_ZIP_ENTRY_START)) == _ZIP_ENTRY_START
+    except (ValueError, OSError):
+        return False
 
 
 def is_archive(path: str) -> bool:
     """True if the file starts like a zip or a tar, compressed or not; a member of one is none."""
     if split_member(path)[1]:
         return False
-    if _starts_with(path, _ZIP_START, _ZIP_EMPTY):
+    if is_zip(path):
         return True
     try:
-        with _opened(path, _starts_with(path, _GZIP)) as file:
+        with faults_as_mistakes(path), decompressed(Path(path).open("rb")) as file:
             block = file.read(_BLOCK)
         parse_tar_header(block)
-    except (MemberError, IndexError, EOFError, zlib.error, OSError):
+    except (MemberError, IndexError, Mistake):
         return False
     return any(block)
 
@@ -493,21 +505,21 @@ def zip_members(path: str, max_members: int = MAX_MEMBERS) -> Iterator[ArchiveMe
     try:
         with Path(path).open("rb") as file:
             end = os.fstat(file.fileno()).st_size
-            seen: set[bytes] = set()
+            seen: set[str] = set()
             for number, entry in enumerate(_zip_entries(file, end)):
                 if number == max_members:
                     raise Mistake(f"{shown}: more than {max_members:,} members; split it into several zips")
                 if entry.name.endswith(b"/"):
                     continue
                 try:
-                    name = safe_name(entry.name)
+                    name = _text(safe_name(entry.name))
                     if name in seen:
                         raise MemberError("occurs twice")
                     seen.add(name)
                     where = _located(entry, file.fileno(), end, path)
                 except MemberError as error:
                     raise Mistake(f"{shown}: member {quoted(_text(entry.name))} {error}") from None
-                yield ArchiveMember(_text(name), where)
+                yield ArchiveMember(name, where)
     except ValueError as error:
         raise Mistake(f"{shown}: damaged or incomplete zip ({printable(str(error))}); download it again") from error
     except OSError as error:
@@ -536,14 +548,16 @@ def _zip_entries(file: BinaryIO, end: int) -> Iterator[ZipEntry]:
         if len(fixed) < _ZIP_ENTRY.size or not fixed.startswith(_ZIP_ENTRY_START):
             raise ValueError("its directory is damaged")
         (
-            _, flags, method, crc, packed, unpacked, name_length, extra_length, comment_length, attributes, offset
+            _, system, flags, method, crc, packed, unpacked,
+            name_length, extra_length, comment_length, attributes, offset,
         ) = _ZIP_ENTRY.unpack(fixed)  # fmt: skip
         name, extra, _ = file.read(name_length), file.read(extra_length), file.read(comment_length)
         left -= len(fixed) + name_length + extra_length + comment_length
         if _ZIP64 in (unpacked, packed, offset):
             unpacked, packed, offset = _wide(extra, (unpacked, packed, offset))
-        name = name.decode("utf-8" if flags & _ZIP_UTF8 else "cp437").encode()
-        yield ZipEntry(name, flags, method, crc, packed, unpacked, attributes, offset + shift)
+        yield ZipEntry(
+            _zip_name(name, extra, flags, system), flags, method, crc, packed, unpacked, attributes, offset + shift
+        )
 
 
 def _zip_directory(file: BinaryIO, end: int) -> tuple[int, int, int]:
@@ -570,17 +584,38 @@ def _zip_directory(file: BinaryIO, end: int) -> tuple[int, int, int]:
     return behind - length, length, behind - length - offset
 
 
-def _wide(extra: bytes, numbers: tuple[int, int, int]) -> Iterator[int]:
-    """Return the numbers, those that do not fit into 32 bits from the extra field, which has only them, in order."""
+def _zip_name(raw: bytes, extra: bytes, flags: int, system: int) -> bytes:
+    """Return a member's name in UTF-8, with slashes. Tools differ in how they say its encoding, and Macs do not."""
+    field = _extra_field(extra, _UNICODE_NAME_EXTRA)
+    if flags & _ZIP_UTF8:
+        name = raw.decode()
+    elif len(field) > _UNICODE_NAME.size and _UNICODE_NAME.unpack_from(field) == (zlib.crc32(raw),):
+        name = field[_UNICODE_NAME.size :].decode()
+    else:
+        try:
+            name = raw.decode()
+        except UnicodeDecodeError:
+            name = raw.decode("cp437")
+    if system in _ZIP_DOS and "/" not in name:
+        name = name.replace("\\", "/")  # as .NET wrote it; elsewhere a name may contain one
+    return name.encode()
+
+
+def _extra_field(extra: bytes, wanted: int) -> bytes:
+    """Return the content of the extra field of a kind; nothing if there is none."""
     at = 0
-    wide: Iterator[int] = iter(())
     while at + 4 <= len(extra):
         kind, length = struct.unpack_from("<HH", extra, at)
-        if kind == 1:
-            count = min(length, len(extra) - at - 4) // 8
-            wide = iter(struct.unpack_from(f"<{count}Q", extra, at + 4))
-            break
+        if kind == wanted:
+            return extra[at + 4 : at + 4 + length]
         at += 4 + length
+    return b""
+
+
+def _wide(extra: bytes, numbers: tuple[int, int, int]) -> Iterator[int]:
+    """Return the numbers, those that do not fit into 32 bits from the extra field, which has only them, in order."""
+    field = _extra_field(extra, _ZIP64_EXTRA)
+    wide = (number for (number,) in struct.iter_unpack("<Q", field[: len(field) // 8 * 8]))
     return (next(wide, number) if number == _ZIP64 else number for number in numbers)
 
 

@@ -16,13 +16,13 @@ from typing import NamedTuple, TypeVar
 from packtrain.errors import Mistake, quoted
 from packtrain.job.kinds import Drop, Source
 from packtrain.job.part import Location, Ordinal
+from packtrain.pack.compression import plain_name
 from packtrain.pack.manifest import Kind
 from packtrain.pack.raw import MAX_LINE_BYTES, TextPair, is_text_file, read_lines
 
 Item = TypeVar("Item")
 
-_TSV = (".tsv", ".tsv.gz")
-_SGML = (".sgm", ".sgml", ".sgm.gz", ".sgml.gz")
+_SGML = (".sgm", ".sgml")
 _TAG = re.compile(r"<(/?)(seg|doc)\b([^<>]*)>", re.IGNORECASE)
 _ATTRIBUTE = re.compile(r"""\b(id|docid)\s*=\s*(?:"([^"]*)"|'([^']*)'|([^\s"'>]+))""", re.IGNORECASE)
 # WMT's files are not valid SGML: an ampersand may also stand for itself.
@@ -76,7 +76,7 @@ class BitextSource(PairSource):
     def recognize(cls, paths: Sequence[str]) -> Sequence[str] | None:
         if not all(map(is_text_file, paths)):
             return None
-        are_aligned = len(paths) == 2 and not any(path.lower().endswith(_TSV) for path in paths)
+        are_aligned = len(paths) == 2 and not any(plain_name(path).endswith(".tsv") for path in paths)
         return paths if len(paths) == 1 or are_aligned else None
 
     def pairs(self, drop: Drop) -> Iterator[TextPair]:  # noqa: ARG002
@@ -128,7 +128,7 @@ def _segments(path: Path) -> Iterator[Segment]:
 
 
 def _is_sgml(path: Path) -> bool:
-    return path.name.lower().endswith(_SGML)
+    return plain_name(path.name).endswith(_SGML)
 
 
 def _read_sgml(path: Path) -> Iterator[Segment]:

@@ -14,7 +14,8 @@ from pathlib import Path
 from packtrain.errors import Mistake, printable, quoted
 from packtrain.job.kinds import Drop
 from packtrain.job.part import is_address
-from packtrain.pack.archive import Locator, archive_members, split_member
+from packtrain.pack.archive import Locator, archive_members, composed, split_member
+from packtrain.pack.compression import plain_name
 from packtrain.pack.manifest import Kind
 from packtrain.pack.raw import (
     EMPTY_CAPTION,
@@ -46,7 +47,7 @@ class CocoSource(ImageSource):
     @classmethod
     def recognize(cls, paths: Sequence[str]) -> Sequence[str] | None:
         listing, *images = paths
-        if not listing.lower().endswith((".json", ".json.gz")):
+        if not plain_name(listing).endswith(".json"):
             return None
         if not images and not is_address(listing):
             return listing, str(Path(listing).parent)  # the images are beside their captions
@@ -115,6 +116,7 @@ def _finder(images: str, place: str, links: bool) -> Callable[[str], Locator | N
 
     def in_archive(name: str) -> Locator | None:
         check_inside(images, name, place)
+        name = composed(name)
         found = [members[name]] if name in members else below.get(name, [])
         if len(found) > 1:
             raise Mistake(f"{place}: {quoted(name)} is in several folders of {images}; include the folder in the name")

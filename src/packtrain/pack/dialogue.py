@@ -18,6 +18,7 @@ from packtrain.job.kinds import Drop
 from packtrain.job.part import is_address
 from packtrain.pack.archive import archive_members, is_archive
 from packtrain.pack.bitext import PairSource, read_tsv
+from packtrain.pack.compression import plain_name
 from packtrain.pack.raw import TextPair, encoding_of, file_inside, is_text_file, read_lines
 
 LINES, CONVERSATIONS = "movie_lines.txt", "movie_conversations.txt"
@@ -40,7 +41,7 @@ class DialogueSource(PairSource):
 
     @classmethod
     def recognize(cls, paths: Sequence[str]) -> Sequence[str] | None:
-        names = [path.rpartition("/")[2].removesuffix(".gz") for path in paths]
+        names = [plain_name(path.rpartition("/")[2]) for path in paths]
         if names == [LINES, CONVERSATIONS]:
             return paths
         if len(paths) != 1:
@@ -52,7 +53,7 @@ class DialogueSource(PairSource):
             found = (one.name for one in Path(path).iterdir())
         else:
             found = (one.name.rpartition("/")[2] for one in ([] if is_address(path) else archive_members(path)))
-        return paths if any(name.removesuffix(".gz") == LINES for name in found) else None
+        return paths if any(plain_name(name) == LINES for name in found) else None
 
     def pairs(self, drop: Drop) -> Iterator[TextPair]:
         paths = self._cornell()
@@ -78,15 +79,14 @@ class DialogueSource(PairSource):
 
 
 def _find(folder: str, name: str) -> Path:
-    for choice in (name, f"{name}.gz"):
-        path = file_inside(folder, choice, folder)
-        if path is not None:
+    for entry in sorted(Path(folder).iterdir()):
+        if plain_name(entry.name) == name and (path := file_inside(folder, entry.name, folder)) is not None:
             return Path(path)
     raise Mistake(f"{folder}: {name} not found; the folder must contain {LINES} and {CONVERSATIONS}")
 
 
 def _find_member(archive: str, members: Sequence[str], name: str) -> Path:
-    found = [member for member in members if member.rpartition("/")[2] in (name, f"{name}.gz")]
+    found = [member for member in members if plain_name(member.rpartition("/")[2]) == name]
     if len(found) != 1:
         count = "several times" if found else "not found"
         raise Mistake(f"{archive}: {name} {count}; name both members: [{archive}#{LINES}, {archive}#{CONVERSATIONS}]")

@@ -16,6 +16,7 @@ from typing import Literal
 from packtrain.errors import Mistake, nearest, printable, quoted
 from packtrain.job.kinds import Drop
 from packtrain.pack.archive import Locator, split_member
+from packtrain.pack.compression import plain_name
 from packtrain.pack.manifest import Kind
 from packtrain.pack.raw import (
     EMPTY_CAPTION,
@@ -51,7 +52,7 @@ class FolderSource(ImageSource):
 
     @classmethod
     def recognize(cls, paths: Sequence[str]) -> Sequence[str] | None:
-        return paths if len(paths) == 1 and paths[0].lower().endswith((".jsonl", ".jsonl.gz")) else None
+        return paths if len(paths) == 1 and plain_name(paths[0]).endswith(".jsonl") else None
 
     @property
     def path(self) -> str:

@@ -24,7 +24,7 @@ from typing import NamedTuple
 
 from packtrain.errors import Mistake, printable, quoted
 from packtrain.job.kinds import Drop
-from packtrain.pack.archive import MAX_MEMBERS, ArchiveMember, Locator, archive_members, tar_members
+from packtrain.pack.archive import MAX_MEMBERS, ArchiveMember, Locator, archive_members, composed, tar_members
 from packtrain.pack.devkit import META, TRUTH, devkit_synsets, devkit_truth, is_devkit
 from packtrain.pack.manifest import Kind
 from packtrain.pack.picture import MAX_BYTES
@@ -128,7 +128,7 @@ def _read_flat(paths: tuple[str, ...], numbers: Mapping[str, int], look: _Look) 
         if seen[index]:
             raise Mistake(f"{path}: {shown} is another image for {truth.line(index)}; remove one")
         seen[index] = 1
-        yield RawImage(shown, member.where, numbers[truth.classes[index]])
+        yield RawImage(shown, member.where, class_number(truth.classes[index], numbers, truth.place))
     for index, is_there in enumerate(seen):
         if not is_there:
             look.drop(NO_IMAGE, truth.line(index))
@@ -160,7 +160,7 @@ def _classed(path: str, look: _Look) -> Iterator[tuple[str, ArchiveMember]]:
                 look.filtered(NO_CLASS, printable(entry.name))
         for entry in _class_folders(path, look.links):
             for member in _files(path, entry.path, look):
-                yield entry.name, member
+                yield composed(entry.name), member
     elif (tars := _class_tars(path)) is not None:
         for name, where in tars.items():
             for member in _visible(tar_members(where, f"{path}: {name}.tar"), look):
@@ -281,7 +281,7 @@ def _class_name(name: str, path: str) -> str:
         name.encode()
     except UnicodeEncodeError:
         raise Mistake(f"{path}: class name {quoted(name)} is not UTF-8; rename it") from None
-    return name
+    return composed(name)
 
 
 # The ground truth of images without classes.
@@ -303,7 +303,7 @@ class GroundTruth(NamedTuple):
         if name.endswith(".tar"):
             raise Mistake(f"{shown} is a tar inside the tar; a tar of class tars needs no ground truth")
         if self.indexes is not None:
-            index = self.indexes.get(name.rpartition("/")[2].rpartition(".")[0])
+            index = self.indexes.get(composed(name.rpartition("/")[2].rpartition(".")[0]))
             if index is None:
                 raise Mistake(f"{shown} is not in {self.place}")
             return index
@@ -371,9 +371,10 @@ def _kaggle_truth(rows: list[str], place: str) -> GroundTruth:
         words = record[boxes].split() if len(record) == len(heading) else []
         if not words or len(set(words[::_BOX_WORDS])) > 1:
             raise Mistake(f"{place}:{line}: must have one class")
-        if record[image] in indexes:
-            raise Mistake(f"{place}:{line}: {quoted(record[image])} occurs twice")
-        indexes[record[image]] = len(classes)
+        name = composed(record[image])
+        if name in indexes:
+            raise Mistake(f"{place}:{line}: {quoted(name)} occurs twice")
+        indexes[name] = len(classes)
         classes.append(words[0])
     return GroundTruth(place, classes, indexes)
 

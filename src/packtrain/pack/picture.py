@@ -13,7 +13,7 @@ By kind of file:
 - The content decides, never the name. Other formats are not opened.
 - Dropped, as UnusableImage, with the reason: "empty", "not an image", "damaged", "cut off", "too many pixels" (over 89
   million, by the header, before anything is decoded), "too long" (a side over 65,500 pixels), "unknown depth" (32-bit
-  integers and floats, whose range is unknown).
+  integers and floats, whose range is unknown), "unsupported TIFF" (such as 16-bit gray with transparency).
 
 Damage that still decodes cannot be detected, and is kept.
 """
@@ -30,6 +30,7 @@ import numpy as np
 import simplejpeg
 from PIL import Image, UnidentifiedImageError
 from PIL.JpegImagePlugin import JpegImageFile, get_sampling
+from PIL.TiffImagePlugin import TiffImageFile
 
 from packtrain.pack.tiles import MAX_SIDE, Coding, Tiled, encode
 
@@ -38,6 +39,7 @@ MAX_BYTES = 300_000_000  # of a file: 89 million pixels with 8 bits for each col
 
 _FORMATS = ["JPEG", "PNG", "WEBP", "GIF", "BMP", "TIFF"]
 _MAGIC = (b"\xff\xd8\xff", b"\x89PNG", b"RIFF", b"GIF8", b"BM", b"II*\0", b"MM\0*", b"II+\0", b"MM\0+")
+_END = b"\xff\xd9"  # of a JPEG
 _MAX_SCANS = 500  # of a progressive JPEG; each costs a pass over all pixels, however small it is
 _SCANS_AS_LONG = 20  # that take as long as the rest of decoding
 _SCAN = b"\xff\xda"
@@ -114,7 +116,7 @@ def _open(data: bytes) -> Image.Image:
     except Image.DecompressionBombError as error:
         raise UnusableImage("too many pixels") from error
     except UnidentifiedImageError as error:
-        raise UnusableImage("damaged" if data.startswith(_MAGIC) else "not an image") from error
+        raise UnusableImage(_unidentified(data)) from error
     except Exception as error:  # as above
         raise UnusableImage(_fault(error)) from error
     if image.width * image.height > MAX_PIXELS:
@@ -122,6 +124,18 @@ def _open(data: bytes) -> Image.Image:
     if image.info.get("progressive") and data.count(_SCAN) > _MAX_SCANS:
         raise UnusableImage("damaged")
     return image
+
+
+def _unidentified(data: bytes) -> str:
+    """Return why Pillow does not know a file."""
+    try:
+        TiffImageFile(io.BytesIO(data))
+    except SyntaxError as error:
+        if str(error).startswith("unknown"):  # pixel mode, data organization
+            return "unsupported TIFF"
+    except Exception:  # as above
+        return "damaged"
+    return "damaged" if data.startswith(_MAGIC) else "not an image"
 
 
 def _fault(error: Exception) -> str:
@@ -161,7 +175,9 @@ def _decoded_jpeg(data: bytes, image: Image.Image) -> Image.Image | None:
     except ValueError as error:
         fault = str(error)
     if "premature end" in fault.lower():
-        raise UnusableImage("cut off")
+        if data.endswith(_END):
+            raise UnusableImage("cut off")
+        return _decoded_jpeg(data + _END, image)  # some writers leave it out; missing pixels are still noticed
     if "Corrupt" in fault and "extraneous" not in fault:  # extra bytes are harmless and common
         raise UnusableImage("damaged")
     return None
@@ -171,7 +187,10 @@ def _flat(image: Image.Image) -> Image.Image:
     """Return the image as 8-bit L or RGB."""
     image.load()
     if image.mode.startswith("I;16"):
-        return Image.fromarray((np.asarray(image) >> 8).astype(np.uint8))
+        values = np.asarray(image)
+        gray = (values >> 8).astype(np.uint8)
+        gray[values == image.info.get("transparency")] = 255  # one value of a PNG
+        return Image.fromarray(gray)
     if image.mode in ("I", "F"):
         raise UnusableImage("unknown depth")
     if image.has_transparency_data:

@@ -5,22 +5,23 @@ Lines end at line feeds and nowhere else, so that no other character can shift a
 
 from __future__ import annotations
 
-import gzip
 import json
 import os
 import re
-import zlib
+import unicodedata
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import lru_cache, partial
 from pathlib import Path
-from typing import BinaryIO, Literal, NoReturn, TypeGuard, cast
+from typing import BinaryIO, Literal, NoReturn, TypeGuard
 
 from packtrain.errors import Mistake, printable, quoted
 from packtrain.job.kinds import Source
 from packtrain.job.part import Boolean, is_address
-from packtrain.pack.archive import Locator, is_archive, member_of, split_member
+from packtrain.pack.archive import Locator, composed, is_archive, member_of, split_member
+from packtrain.pack.compression import decompressed, faults_as_mistakes, plain_name
 
 # Reasons that several formats give.
 MISSING_FILE = "missing file"
@@ -98,7 +99,7 @@ class DropCounter:
 
 def sorted_classes(classes: Iterable[str], where: str) -> tuple[str, ...]:
     """Return the classes sorted by name, which is how they are numbered."""
-    names = tuple(sorted(set(classes)))
+    names = tuple(sorted(set(map(composed, classes))))
     if len(names) < 2:
         found = f"only the class {quoted(names[0])}" if names else "no classes"
         raise Mistake(f"{where}: {found}; a classifier needs at least two")
@@ -107,6 +108,7 @@ def sorted_classes(classes: Iterable[str], where: str) -> tuple[str, ...]:
 
 def class_number(name: str, numbers: Mapping[str, int], where: str) -> int:
     """Return the number of a class in the training data, which all splits use."""
+    name = composed(name)
     if name not in numbers:
         raise Mistake(f"{where}: class {quoted(name)} is not among the {len(numbers):,} classes of the training data")
     return numbers[name]
@@ -122,7 +124,7 @@ def is_folder_or_archive(path: str) -> bool:
 
 def is_text_file(path: str) -> bool:
     """True for a file that is neither an archive nor JSON, which a format has of its own."""
-    is_json = path.lower().removesuffix(".gz").endswith((".json", ".jsonl"))
+    is_json = plain_name(path).endswith((".json", ".jsonl"))
     return not is_json and not is_folder_or_archive(path)
 
 
@@ -143,12 +145,18 @@ def file_inside(folder: str, name: str, place: str, links: bool = False) -> str 
     path = folder
     try:
         for part in name.split("/"):
-            path = f"{path}/{part}"
+            path = _entry(path, part)
             if not links and Path(path).is_symlink():
                 check_link(folder, path, place)
         return path if Path(path).is_file() else None
     except OSError:  # a name longer than the file system allows
         return None
+
+
+def _entry(folder: str, name: str) -> str:
+    """Return the path of a name in a folder, which may spell its accents differently."""
+    paths = (f"{folder}/{spelled}" for spelled in (name, composed(name), unicodedata.normalize("NFD", name)))
+    return f"{folder}/{name}" if name.isascii() else next(filter(os.path.lexists, paths), f"{folder}/{name}")
 
 
 def check_inside(folder: str, name: str, place: str) -> None:
@@ -201,13 +209,11 @@ def encoding_of(path: Path) -> Encoding:
 
 def read_json(path: Path) -> object:
     """Return the value of a JSON file."""
-    try:
-        where = _located(path)
-        if where.size > MAX_JSON_BYTES:
-            raise Mistake(f"{path}: {where.size:,} bytes of JSON do not fit into memory; split the file")
-        data = where.read(MAX_JSON_BYTES).removeprefix(_BYTE_ORDER_MARK)
-    except OSError as error:
-        raise Mistake(f"{path}: {error.strerror or error}") from error
+    with _opened(path) as file:
+        data = file.read(MAX_JSON_BYTES + 1)
+    if len(data) > MAX_JSON_BYTES:
+        raise Mistake(f"{path}: more than {MAX_JSON_BYTES:,} bytes of JSON do not fit into memory; split the file")
+    data = data.removeprefix(_BYTE_ORDER_MARK)
     try:
         text = data.decode()
     except UnicodeDecodeError as error:
@@ -241,26 +247,20 @@ def is_text(value: object) -> TypeGuard[str]:
 
 def _raw_lines(path: Path) -> Iterator[tuple[int, bytes]]:
     offset = 0
-    try:
-        with _open(path) as file:
-            for raw in iter(partial(file.readline, MAX_LINE_BYTES + 1), b""):
-                if len(raw) > MAX_LINE_BYTES:
-                    raise Mistake(
-                        f"{path}: line longer than {MAX_LINE_BYTES >> 20} MB at byte {offset:,}; is this a text file?"
-                    )
-                yield offset, raw
-                offset += len(raw)
-    except (gzip.BadGzipFile, EOFError, zlib.error) as error:
-        raise Mistake(f"{path}: damaged or incomplete gzip file ({error})") from error
-    except OSError as error:
-        raise Mistake(f"{path}: {error.strerror or error}") from error
+    with _opened(path) as file:
+        for raw in iter(partial(file.readline, MAX_LINE_BYTES + 1), b""):
+            if len(raw) > MAX_LINE_BYTES:
+                raise Mistake(
+                    f"{path}: line longer than {MAX_LINE_BYTES >> 20} MB at byte {offset:,}; is this a text file?"
+                )
+            yield offset, raw
+            offset += len(raw)
 
 
-def _open(path: Path) -> BinaryIO:
-    where = _located(path)
-    if path.suffix != ".gz":
-        return where.open()
-    return cast(BinaryIO, gzip.open(path if where.length is None else where.open()))
+@contextmanager
+def _opened(path: Path) -> Iterator[BinaryIO]:
+    with faults_as_mistakes(path), decompressed(_located(path).open(), path.name) as file:
+        yield file
 
 
 def _located(path: Path) -> Locator:

@@ -16,6 +16,7 @@ from packtrain.job.job import DataSettings
 from packtrain.job.kinds import Source
 from packtrain.pack.archive import split_member
 from packtrain.pack.build import Packing, PlainProgress, splits_of
+from packtrain.pack.compression import CODECS
 from packtrain.pack.manifest import FORMAT, Kind, Manifest, pack_key, sized_split
 from packtrain.pack.packing import PACKERS, common_kind
 from packtrain.pack.vocabulary import Vocabulary
@@ -24,7 +25,7 @@ from packtrain.store import Store
 
 _COUNT_SECONDS = 3.0  # to count the samples of a source; if there are more, the sizes of its files tell the rest
 _HEAD: Mapping[Kind, int] = {"pairs": 4000, "labels": 256, "captions": 256}
-_COMPRESSED = (".gz", ".bz2", ".xz", ".zst", ".tgz", ".zip")
+_COMPRESSED = (*(codec.ending for codec in CODECS), ".tgz", ".zip")
 _TEXT_RATIO = 3.0  # of a compressed text
 
 
