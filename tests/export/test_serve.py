@@ -295,21 +295,25 @@ def test_concurrent_requests_are_computed_in_batches(recipes: Callable[[str], Re
 
 
 def test_a_full_queue_answers_429_with_a_time_to_come_back(recipes: Callable[[str], Recipe], echo: EchoText) -> None:
-    with serving(recipes("translate"), echo, batch=1, queue=2) as one, one.client() as client:
-        with closed(echo), ThreadPoolExecutor(1) as pool:
-            first = pool.submit(ask_many, one.url, ["hello"])
-            wait_until(lambda: echo.sizes, "the first is computed")
-            with ThreadPoolExecutor(1) as others:
-                rest = others.submit(ask_many, one.url, ["hello", "good night"])
-                wait_until(lambda: one.server.service.num_waiting == 2, "the queue is full")
-                refused = client.post("/v1/predict", json={"inputs": ["one more"]})
-                assert (refused.status_code, refused.headers["retry-after"]) == (429, "1")
-                assert error_of(refused) == "the queue is full; try again in 1 s"
-                assert one.metric("packtrain_queue_inputs") == 2
-                echo.gate.set()
-                assert [outputs(one) for one in (*first.result(30), *rest.result(30))] == [
-                    ["hello"], ["hello"], ["good night"],
-                ]  # fmt: skip
+    with (
+        serving(recipes("translate"), echo, batch=1, queue=2) as one,
+        one.client() as client,
+        closed(echo),
+        ThreadPoolExecutor(1) as pool,
+    ):
+        first = pool.submit(ask_many, one.url, ["hello"])
+        wait_until(lambda: echo.sizes, "the first is computed")
+        with ThreadPoolExecutor(1) as others:
+            rest = others.submit(ask_many, one.url, ["hello", "good night"])
+            wait_until(lambda: one.server.service.num_waiting == 2, "the queue is full")
+            refused = client.post("/v1/predict", json={"inputs": ["one more"]})
+            assert (refused.status_code, refused.headers["retry-after"]) == (429, "1")
+            assert error_of(refused) == "the queue is full; try again in 1 s"
+            assert one.metric("packtrain_queue_inputs") == 2
+            echo.gate.set()
+            assert [outputs(one) for one in (*first.result(30), *rest.result(30))] == [
+                ["hello"], ["hello"], ["good night"],
+            ]  # fmt: skip
 
 
 def test_no_request_alone_makes_the_queue_full(recipes: Callable[[str], Recipe], echo: EchoText) -> None:
