@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import os
+import shutil
 import time
 from collections.abc import Callable, Iterator
+from copy import copy
 from itertools import count
 from pathlib import Path
 
@@ -205,9 +207,11 @@ def crossings(
     outer: Callable[[Crossing, Store], None],
     inner: Callable[[Crossing, Store], None],
 ) -> Iterator[tuple[str, Crossing, list[PacktrainError]]]:
-    """Do everything of one before each operation of the other, in a new store each time."""
+    """Do everything of one before each operation of the other, each time in a copy of the store."""
+    first = kind(directory)
     for number in count():
-        crossing = kind(directory / str(number))
+        crossing = copy(first)
+        crossing.store = open_store(str(shutil.copytree(first.store.url, directory / str(number))))
         store, errors, met = FaultyStore(crossing.store), list[PacktrainError](), list[tuple[str, str]]()
 
         def act(act: Callable[[Crossing, Store], None], store: Store) -> None:
@@ -252,13 +256,12 @@ def test_a_run_has_all_it_needs_if_it_comes_at_any_moment_of_a_deletion(kind: ty
     assert {True, False} == set(fates)
 
 
-@pytest.mark.parametrize("kind", KINDS)
-def test_a_second_deletion_does_not_take_the_first_for_killed(kind: type[Crossing], tmp_path: Path) -> None:
+def test_a_second_deletion_does_not_take_the_first_for_killed(tmp_path: Path) -> None:
     def forget_and_need(crossing: Crossing, store: Store) -> None:
         delete_from_store(store, [], lambda _: None)
         crossing.need(store)
 
-    for when, crossing, _ in crossings(kind, tmp_path, kind.delete, forget_and_need):
+    for when, crossing, _ in crossings(NewCrossing, tmp_path, NewCrossing.delete, forget_and_need):
         assert crossing.runs_that_lack_something() == [], when
 
 
@@ -334,18 +337,22 @@ def test_downloads_scratch_and_code_are_found_and_deleted_once_they_are_old(
         "copy-1/object",
         f"code/{DIGEST}/train.py",
         "torchinductor/fx/x",
+        "sweeps/a.lock",
+        "discarding/b.lock",
     ):
-        (cache / name).parent.mkdir(parents=True)
+        (cache / name).parent.mkdir(parents=True, exist_ok=True)
         (cache / name).write_bytes(b"x" * 10)
     assert unused_here(WEEK) == []
-    unused = here(monkeypatch)
+    with FileLock(cache / "sweeps/held.lock"):
+        unused = here(monkeypatch)
     assert {one.name: one.kind for one in unused} == {
         "sources/abc": "download", "inputs/def": "data of a program", "copy-1": "scratch",
         f"code/{DIGEST}": "code", "torchinductor/fx": "compiled code",
+        "sweeps/a.lock": "lock", "discarding/b.lock": "lock",
     }  # fmt: skip
     assert {one.bytes for one in unused} == {10}
     assert delete_here(unused, WEEK) == unused
-    assert [path for path in cache.rglob("*") if path.is_file()] == []
+    assert [path.name for path in cache.rglob("*") if path.is_file()] == ["held.lock"]
 
 
 def test_data_of_programs_stays_while_a_node_runs_here(cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -23,12 +23,13 @@ from packtrain.run.liveness import store_time
 from packtrain.run.run import removed_run
 from packtrain.run.uses import Uses, all_uses, discarding, forget_killed
 from packtrain.store import Entry, Store
-from packtrain.system import COMPILED, FileLock, cache_directory, nodes_directory
+from packtrain.system import COMPILED, FileLock, cache_directory, is_free, nodes_directory
 from packtrain.units import show_seconds
 
 LEAST_SECONDS = 3600.0  # a pack that is being made gets a new object far more often
 REMOVED, FILE = "removed run", "file"
 PACKS, RUNS = "packs/", "runs/"
+_LOCKS = ("sweeps/*.lock", "discarding/*.lock")  # of processes that were killed; of others they are held
 _SCRATCH = ("copy-*", "deliver-*", "tmp*", "images/tmp*", "code/unpacking-*")  # of processes that were killed
 
 
@@ -142,6 +143,7 @@ def unused_here(older_seconds: float) -> list[Unused]:
     # A program reads its data as long as it runs, and holds no lock on it.
     places += [("data of a program", path) for path in ([] if _has_live_nodes() else _below(cache / "inputs"))]
     places += [("compiled code", path) for path in ([] if _has_live_nodes() else _below(cache / COMPILED))]
+    places += [("lock", path) for pattern in _LOCKS for path in cache.glob(pattern) if is_free(path)]
     places += [("scratch", path) for pattern in _SCRATCH for path in cache.glob(pattern)]
     for kind, path in places:
         size, used = _measure(path)
@@ -161,6 +163,8 @@ def delete_here(found: Iterable[Unused], older_seconds: float) -> list[Unused]:
             is_gone = False
         elif one.kind == "code":
             is_gone = remove_unpacked(one.path)
+        elif one.kind == "lock":
+            is_gone = is_free(one.path) and _remove(one.path)
         elif one.kind == "compiled code":
             is_gone = not _has_live_nodes() and _remove(one.path)
         elif one.kind == "data of a program":

@@ -75,6 +75,15 @@ class FileLock:
         self.close()
 
 
+def is_free(lock: Path) -> bool:
+    """True if a lock that a process has made is held by none; False if it cannot be seen."""
+    try:
+        FileLock(lock, shared=True, wait=False).close()
+        return True
+    except OSError:
+        return False
+
+
 def this_client() -> str:
     """Return `user@host`, for people who wonder who started something."""
     try:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gzip
 import json
+import signal
 import subprocess
 import sys
 from collections.abc import Iterator, Sequence
@@ -346,6 +347,75 @@ def test_a_run_that_ends_during_a_look_is_not_started_again(
     assert [driver.look(), driver.look()] == [False, True]
     assert said == ["s-1 finished: done", "s-2 finished: done"]
     assert [(one.trial, one.attempt) for one in sweep.starts()] == [(1, 1), (2, 1)]
+    driver.close()
+
+
+KILLED = """
+import os, signal, sys
+from pathlib import Path
+from packtrain.cli import main
+from packtrain.run.sweeps import Sweep
+
+def claim(sweep, start, claim=Sweep.claim):
+    assert claim(sweep, start)
+    Path(f"{sweep.store.url}/{sweep.key('drivers')}/.tmp-{start.attempt}").touch()  # as in the middle of a write
+    os.kill(os.getpid(), signal.SIGKILL)
+
+Sweep.claim = claim
+main()
+"""
+
+
+def left_behind(directory: Path) -> list[str]:
+    return [path.name for path in directory.rglob("*") if path.name.startswith(".tmp-") or path.suffix == ".lock"]
+
+
+def test_a_trial_starts_however_often_its_driver_was_killed_and_nothing_of_them_stays(
+    processes: None, tmp_path: Path
+) -> None:
+    sandbox = make_sandbox(tmp_path)
+    (tmp_path / "code/work.py").write_text("print('worked')\n")
+    (tmp_path / "job.yaml").write_text(
+        f"{{name: work, program: [work.py, a], code: code, store: {sandbox.store}, fleet: {{local: {{}}, workers: 1}}}}"
+    )
+    words = ("sweep", "job.yaml", "--grid", "program.1=a,b", "--parallel", "1", "--name", "both")
+    try:
+        for _ in range(3):
+            command = [sys.executable, "-c", KILLED, *words]
+            done = subprocess.run(command, cwd=tmp_path, env=sandbox.environment, capture_output=True, check=False)
+            assert done.returncode == -signal.SIGKILL, done.stderr
+        sweep = Sweep(open_store(sandbox.store), "both")
+        assert [(one.trial, one.attempt) for one in sweep.starts()] == [(1, 1), (1, 2), (1, 3)]
+        assert left_behind(tmp_path), "of the last"
+        assert started(sandbox, *words[1:], output=tmp_path / "last.txt").wait(120) == 0
+        results = [sweep.run(trial).result() for trial in sweep.plan.trials]
+        assert [result.status for result in results if result is not None] == ["finished", "finished"]
+        assert left_behind(tmp_path) == []
+    finally:
+        sandbox.close()
+
+
+def test_a_start_counts_only_if_its_driver_lived_to_see_what_came_of_it(
+    directory_store: Store, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("PACKTRAIN_CACHE", str(tmp_path / "cache"))
+    sweep = stored(directory_store)
+    job = new_run(directory_store).job_data
+    for trial in sweep.plan.trials:
+        create_trial_run(sweep, trial, job, b"code", None)
+    for number in range(1, 5):
+        sweep.claim(TrialStart(1, number, 0, 0, 1.0, number))
+
+    def fail(run: Run, *_: object, **__: object) -> Run:
+        raise PacktrainError(f"{run.name}: a host does not answer")
+
+    monkeypatch.setattr(drive, "reopen", fail)
+    said: list[str] = []
+    driver = SweepDrive(sweep, lambda *_: pytest.fail("nothing to accept"), said.append)
+    assert [driver.look() for _ in range(7)] == [False] * 6 + [True]
+    tried = [f"could not start s-{number}: s-{number}: a host does not answer" for number in (1, 2)]
+    assert sorted(said) == sorted(3 * tried), "each is given up after three tries that its driver lived to see fail"
+    assert [one.attempt for one in sweep.starts() if one.trial == 1 and one.tried] == [5, 6, 7]
     driver.close()
 
 

@@ -65,6 +65,7 @@ def remove_sweep(sweep: Sweep, check: Check) -> list[str]:
 
 def clear_sweep(sweep: Sweep) -> None:
     """Delete what a removed sweep has left."""
+    sweep.store.remove_unfinished(sweep.key(""))
     _delete(sweep.store, [entry.key for entry in sweep.store.list(sweep.key(""))])
 
 

@@ -99,7 +99,10 @@ class SweepPlan:
 
 @dataclass(frozen=True)
 class TrialStart:
-    """A driver is about to start a trial, in a round and on a part of the fleet."""
+    """A driver is about to start a trial, in a round and on a part of the fleet.
+
+    `tried`: it lived to see what came of it, and the start counts.
+    """
 
     trial: Count
     attempt: Count
@@ -107,6 +110,7 @@ class TrialStart:
     slot: Count
     time: Time
     driver: Count
+    tried: bool = False
 
 
 @dataclass(frozen=True)
@@ -177,7 +181,14 @@ class Sweep:
 
     def claim(self, start: TrialStart) -> bool:
         """True if this start is the first of its trial and attempt, and so may happen."""
-        return self.store.put_if_absent(self.key(f"starts/{start.trial:06d}-{start.attempt:03d}.json"), encode(start))
+        return self.store.put_if_absent(self._start_key(start), encode(start))
+
+    def put_outcome(self, start: TrialStart) -> None:
+        """Replace a claim by what became of it."""
+        self.store.put(self._start_key(start), encode(start))
+
+    def _start_key(self, start: TrialStart) -> str:
+        return self.key(f"starts/{start.trial:06d}-{start.attempt:03d}.json")
 
     def rung_results(self) -> list[RungResult]:
         return self._all("rungs/", _NUMBERED, RungResult)

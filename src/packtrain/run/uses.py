@@ -24,7 +24,7 @@ from packtrain.run.inputs import given_keys
 from packtrain.run.records import MAX_RECORD_BYTES, DamagedRecord, Discarding, decode, decode_name, encode
 from packtrain.run.run import Run
 from packtrain.store import Entry, Store
-from packtrain.system import FileLock, cache_directory, this_client
+from packtrain.system import FileLock, cache_directory, is_free, this_client
 from packtrain.units import show_time
 
 _FOLDER = "discarding/"
@@ -102,8 +102,9 @@ def forget_killed(store: Store, now: float) -> None:
     `now` is the time by the store's clock.
     """
     for entry, record in announced(store):
+        # Another cache, or another machine with a user of the same name, does not have the lock.
         path = _lock_path(entry.key.removeprefix(_FOLDER).removesuffix(".json"))
-        if record.client == this_client() and _is_free(path):
+        if record.client == this_client() and is_free(path):
             store.delete(entry.key)
             path.unlink(missing_ok=True)
         elif now - entry.modified.timestamp() > _FORGOTTEN_SECONDS:
@@ -112,15 +113,6 @@ def forget_killed(store: Store, now: float) -> None:
 
 def _lock_path(name: str) -> Path:
     return cache_directory() / "discarding" / f"{name}.lock"
-
-
-def _is_free(path: Path) -> bool:
-    """True if the process that made this lock has ended; of one with another cache, nothing can be said."""
-    try:
-        FileLock(path, shared=True, wait=False).close()
-        return True
-    except OSError:
-        return False
 
 
 def refuse_discarded(store: Store, used: Uses) -> None:

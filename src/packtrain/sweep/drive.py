@@ -13,9 +13,9 @@ import threading
 import time
 import uuid
 from collections import defaultdict
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 from packtrain.errors import Mistake, PacktrainError
@@ -81,6 +81,8 @@ class DriverSeat:
         if not self._sweep.become_driver(driver):
             self._let_go()
             return False
+        if last is not None:
+            self._clean_up(last)
         self.number, self.other, self._over = driver.number, None, threading.Event()
         self._thread = threading.Thread(target=self._beat, args=(driver.number, self._over), name="beat", daemon=True)
         self._thread.start()
@@ -109,6 +111,13 @@ class DriverSeat:
             with suppress(StoreError):  # a store that is away is away for the others, too
                 self._sweep.put_beat(number, DriverBeat(count))
             over.wait(LEASE_SECONDS)
+
+    def _clean_up(self, gone: SweepDriver) -> None:
+        """Remove what the driver before this one could not, because it was killed."""
+        with suppress(OSError):
+            _lock_path(gone).unlink(missing_ok=True)
+        with suppress(StoreError):
+            self._sweep.store.remove_unfinished(self._sweep.key(""))
 
     def _is_gone(self, driver: SweepDriver) -> bool:
         beat = self._sweep.beat(driver.number) or DriverBeat(0)
@@ -245,6 +254,8 @@ class SweepDrive:
             known = self._watched.get(number)
             if known is None or len(known.starts) != len(found):
                 self._watch(number, found, self._sweep.run(self._plan.trial(number)))
+            else:
+                known.starts = found
 
     def _watch(self, number: int, starts: list[TrialStart], run: Run) -> None:
         self._watched[number] = WatchedTrial(self._plan.trial(number), run, starts, self._clock())
@@ -290,8 +301,11 @@ class SweepDrive:
             return TrialView(trial.number, "idle" if is_paused(result) else "ended", scores)
         if watched.has_machines:
             return TrialView(trial.number, "running", scores)
-        tries = sum(one.round == len(self._settled) for one in watched.starts)
-        return TrialView(trial.number, "ended" if tries >= _MAX_STARTS else "idle", scores)
+        return TrialView(trial.number, "ended" if self._tries(watched.starts) >= _MAX_STARTS else "idle", scores)
+
+    def _tries(self, starts: Sequence[TrialStart]) -> int:
+        """Return how often a trial was started in this round; a driver that was killed meanwhile has not tried."""
+        return sum(start.tried and start.round == len(self._settled) for start in starts)
 
     # Acting.
 
@@ -328,8 +342,7 @@ class SweepDrive:
         run = self._sweep.run(trial)
         try:
             run = reopen(run, self._accept, self._say, moved(run, self._fleets[slot]))
-            tries = 1 + sum(one.round == len(self._settled) for one in starts)
-            start(run, tied=False, say=self._say, is_last_try=tries >= _MAX_STARTS)
+            start(run, tied=False, say=self._say, is_last_try=self._tries(starts) + 1 >= _MAX_STARTS)
         except AlreadyComplete:
             pass  # the next look sees it
         except PacktrainError as error:
@@ -340,7 +353,9 @@ class SweepDrive:
         else:
             self._has_started = True
             self._say(f"{'resumed' if starts else 'started'} {run.name} ({in_words(trial)})")
-        self._watch(number, [*starts, claim], run)
+        tried = replace(claim, tried=True)
+        self._sweep.put_outcome(tried)
+        self._watch(number, [*starts, tried], run)
 
 
 def in_words(trial: Trial) -> str:
