@@ -127,6 +127,48 @@ def test_a_run_that_is_resumed_at_the_same_moment_stays(directory_store: Store, 
     )
 
 
+@pytest.mark.parametrize("renames", [False, True])
+@pytest.mark.parametrize("moment", ["before", "meanwhile"])
+def test_the_job_of_a_run_that_leaves_is_not_changed(directory_store: Store, renames: bool, moment: str) -> None:
+    """Someone continues the run with another job, and has passed all checks."""
+    store = FaultyStore(directory_store)
+    run = a_run(store)
+    changed = run.changed(program_job(budget={"hours": 1}))
+
+    def leave() -> None:
+        there = Run(directory_store, run.name)
+        rename_run(directory_store, run.name, "other", idle) if renames else remove_run(there, idle)
+
+    def leave_meanwhile(operation: str, key: str) -> None:
+        if (operation, key) == ("put", run.key("job.json")):
+            leave()
+
+    if moment == "before":
+        leave()
+    else:
+        store.fault = leave_meanwhile
+    with pytest.raises(NotFound, match=f"job-1 is being {'renamed to other' if renames else 'removed'} by .*@"):
+        changed.put_job()
+    assert directory_store.list(run.folder) == []
+    assert run_names(directory_store) == (["other"] if renames else [])
+
+
+def test_a_run_that_was_changed_and_resumed_at_the_same_moment_stays_as_it_was_changed(directory_store: Store) -> None:
+    store = FaultyStore(directory_store)
+    run = a_run(store)
+    changed = Run(directory_store, run.name).changed(program_job(budget={"hours": 1}))
+
+    def resume(operation: str, key: str) -> None:
+        if operation == "put_if_absent" and key.startswith("removed/"):
+            changed.put_job()
+            changed.record_launch(LAUNCH)
+
+    store.fault = resume
+    with pytest.raises(Mistake, match="was resumed at this moment, and stays; stop it first"):
+        remove_run(run, lambda checked: checked.job_data and None)
+    assert open_run(directory_store, run.name).job_data == changed.job_data
+
+
 def test_two_who_remove_a_run_do_not_bring_it_back(directory_store: Store) -> None:
     store = FaultyStore(directory_store)
     run = a_run(store)

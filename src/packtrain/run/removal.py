@@ -6,7 +6,7 @@
 
 Before that, the caller has seen that no machine works on the run. Whoever starts machines records a launch before, and
 a machine reads the job before anything else. So a launch that came in between is seen here, and the job is put back;
-the machines of a later one find no run.
+the machines of a later one find no run. Whoever changes the job looks for the record afterwards, and withdraws it.
 
 A run gets its new name as a copy, which is no run before its own job.json, the last object, is there.
 """
@@ -20,7 +20,7 @@ from dataclasses import replace
 
 from packtrain.errors import Mistake, NotFound, PacktrainError, quoted
 from packtrain.job.part import is_name
-from packtrain.run.records import Lease, RemovedRun, RenamedRun, decode, encode
+from packtrain.run.records import MAX_RECORD_BYTES, Lease, RemovedRun, RenamedRun, decode, encode
 from packtrain.run.run import Run, removed_key, removed_run, renamed_key, renamed_run, run_names, split_name
 from packtrain.run.sweeps import Sweep, sweep_of
 from packtrain.run.trust import forget, is_remembered, remember
@@ -145,6 +145,8 @@ def _leave_name(run: Run, record: RemovedRun, launches: set[str]) -> None:
             raise Mistake(
                 f"{run.name} is being {what} by {other.client}; let that finish, or repeat it if it was killed"
             )
+    # It may have been changed since it was checked; from now on, a change is withdrawn.
+    job = store.find(run.key("job.json"), MAX_RECORD_BYTES) or job
     store.delete(run.key("job.json"))
     if _launches(run) - launches:
         store.put(run.key("job.json"), job)

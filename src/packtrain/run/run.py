@@ -339,8 +339,19 @@ class Run:
         return Run(self.store, self.name, job.model_dump_json(indent=1).encode(), self.code)
 
     def put_job(self) -> None:
-        """Replace the job in the store by this one."""
+        """Replace the job in the store by this one, unless the run is being removed or renamed (removal.py)."""
+        self._check_stays()
         self.store.put(self.key("job.json"), self.job_data)
+        try:
+            self._check_stays()
+        except NotFound:  # that began in between, and may have deleted the job before this one was put
+            self.store.delete(self.key("job.json"))
+            raise
+
+    def _check_stays(self) -> None:
+        if (removal := removed_run(self.store, self.name)) is not None:
+            what = f"renamed to {removal.renamed_to}" if removal.renamed_to else "removed"
+            raise NotFound(f"{self.name} is being {what} by {removal.client}; its job was not changed")
 
     def reopen(self) -> None:
         """Remove the stop request and the result of a run, so that nodes resume it."""
