@@ -15,6 +15,7 @@ import threading
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -593,10 +594,8 @@ def test_outputs_end_at_the_limit_and_at_a_stop(client: httpx.Client) -> None:
         ("chat/completions", {"messages": [{"role": "assistant", "content": "a"}]}, 400, "messages: the last one must"),
         ("chat/completions", {"messages": []}, 400, "messages: must have at least 1"),
         ("chat/completions", {"messages": [{"role": "tool", "content": "a"}]}, 400, "messages.0.role: 'tool' is not"),
-        ("chat/completions", {"messages": [{"role": "user", "content": "a"}], "tools": [{}]}, 400, "tools: must have"),
         ("completions", {"prompt": [1, 2]}, 400, "prompt"),
         ("completions", {"prompt": "a", "temperature": 3}, 400, "temperature: must be at most 2"),
-        ("completions", {"prompt": "a", "presence_penalty": 1}, 400, "presence_penalty: must be at most 0"),
         ("completions", {"prompt": "a", "n": 33}, 400, "n: must be at most 32"),
     ],
 )  # fmt: skip
@@ -605,6 +604,66 @@ def test_what_is_not_supported_is_refused(
 ) -> None:
     response = shared.post(f"/v1/{path}", json=body)
     assert (response.status_code, error_of(response)[: len(fault)]) == (status, fault)
+
+
+@pytest.mark.parametrize(
+    "fields",
+    [
+        {"logprobs": True}, {"top_logprobs": 2}, {"tools": [{}]}, {"tool_choice": "required"}, {"functions": [{}]},
+        {"function_call": {"name": "f"}}, {"response_format": {"type": "json_object"}}, {"best_of": 2},
+        {"presence_penalty": 1}, {"frequency_penalty": -0.5}, {"logit_bias": {"7": 1}}, {"modalities": ["audio"]},
+        {"audio": {"voice": "alloy"}}, {"prediction": {"type": "content"}}, {"web_search_options": {}},
+    ],
+    ids=lambda fields: next(iter(fields)),
+)  # fmt: skip
+def test_fields_of_openai_that_would_change_the_answer_are_refused_by_name(
+    shared: httpx.Client, fields: dict[str, Any]
+) -> None:
+    response = shared.post("/v1/chat/completions", json={"messages": [{"role": "user", "content": "a"}], **fields})
+    [name] = fields
+    assert (response.status_code, error_of(response)) == (400, f"{name}: is not supported; remove it")
+    assert response.json()["error"]["param"] == name
+
+
+@pytest.mark.parametrize("name", ["logprobs", "echo", "suffix", "best_of", "response_format", "logit_bias"])
+def test_fields_of_completions_that_would_change_the_answer_are_refused_by_name(
+    shared: httpx.Client, name: str
+) -> None:
+    for value in (3, "x", True, {"a": 1}):
+        response = shared.post("/v1/completions", json={"prompt": "a", name: value})
+        assert (response.status_code, error_of(response)) == (400, f"{name}: is not supported; remove it")
+
+
+def test_values_of_such_fields_that_change_nothing_are_accepted(shared: httpx.Client) -> None:
+    harmless = {
+        "logprobs": False, "tools": [], "tool_choice": "auto", "functions": None, "response_format": {"type": "text"},
+        "best_of": 1, "presence_penalty": 0.0, "frequency_penalty": 0, "logit_bias": {}, "user": "me", "store": False,
+    }  # fmt: skip
+    asked = {"messages": [{"role": "user", "content": "hello"}], **harmless}
+    assert shared.post("/v1/chat/completions", json=asked).status_code == 200
+    described = shared.get("/openapi.json").json()
+    check_message(described, "ChatRequest", asked)
+    with pytest.raises(jsonschema.ValidationError, match="is not one of"):
+        check_message(described, "ChatRequest", {**asked, "logprobs": True})
+
+
+def check_message(described: dict[str, Any], name: str, message: dict[str, Any]) -> None:
+    schema = {"$ref": f"#/components/schemas/{name}", "components": described["components"]}
+    jsonschema.Draft202012Validator(schema).validate(message)
+
+
+def test_only_options_that_the_form_supports_are_listed_and_accepted(
+    recipes: Callable[[str], Recipe], echo: EchoText
+) -> None:
+    model = replace(served(recipes("translate"), echo), form="ctranslate2", can_sample=False)
+    with running(model) as one, one.client() as client:
+        [entry] = client.get("/v1/models").json()["data"]
+        assert entry["packtrain"]["options"] == ["beam", "n_best", "repetition"]
+        fault = "temperature: a ctranslate2 model does not sample; export it with --format onnx to do so"
+        for path, body in (("predict", {"inputs": ["a"]}), ("completions", {"prompt": "a"})):
+            refused = client.post(f"/v1/{path}", json={**body, "temperature": 1})
+            assert refused.status_code == 400
+            assert error_of(refused).partition(": ")[2] == fault.partition(": ")[2]
 
 
 # Pictures.
@@ -732,6 +791,8 @@ def test_a_service_is_ready_only_when_its_model_is_loaded_and_warm(
         refused = client.post("/v1/predict", json={"inputs": ["hello"]})
         assert (refused.status_code, refused.headers["retry-after"]) == (503, "5")
         assert error_of(refused) == "the model is being loaded; try again"
+        assert client.get("/v1/models").json()["data"] == []
+        assert error_of(client.get("/v1/models/greetings-1")) == "no model 'greetings-1'; it is not ready"
         with raw(one, "Content-Length: 2") as connection:
             connection.settimeout(0.3)
             with pytest.raises(TimeoutError):  # a connection that is closed too early takes the answer with it
@@ -741,6 +802,7 @@ def test_a_service_is_ready_only_when_its_model_is_loaded_and_warm(
             assert b"".join(iter(lambda: connection.recv(1000), b"")).endswith(b"}")
         echo.gate.set()
         wait_until(lambda: client.get("/readyz").status_code == 200, "it is ready")
+        assert [model["id"] for model in client.get("/v1/models").json()["data"]] == ["greetings-1"]
         assert outputs(client.post("/v1/predict", json={"inputs": ["hello"]})) == ["hello"]
 
 
@@ -837,6 +899,55 @@ def test_a_signal_lets_running_requests_finish_and_then_the_process_exits_0(
         process.wait()
 
 
+def long_running_service(tmp_path: Path) -> tuple[subprocess.Popen[str], str]:
+    """Start a service whose batches take seconds, all of it in CTranslate2: an untrained model never ends a text."""
+    run = packed_run(tmp_path, job_of(tmp_path))
+    commit_model(run, tmp_path, 10)
+    export_run(run, tmp_path / "model", ExportOptions("last"), lambda _: None)
+    sizes = ["--batch", "200", "--queue", "100000", "--threads", "1"]
+    arguments = ["serve", str(tmp_path / "model"), "--port", "0", *sizes]
+    program = [sys.executable, "-m", "packtrain", *arguments]
+    process = subprocess.Popen(program, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True)
+    assert process.stdout
+    return process, process.stdout.readline().split()[3]
+
+
+@pytest.mark.parametrize(("signals", "status"), [(1, 0), (2, 143)])
+def test_a_service_that_still_computes_for_clients_that_left_does_not_crash(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, signals: int, status: int
+) -> None:
+    monkeypatch.setenv("PACKTRAIN_CACHE", str(tmp_path / "cache"))
+    process, url = long_running_service(tmp_path)
+    try:
+        with httpx.Client(base_url=url, timeout=30) as client:
+            wait_until(lambda: client.get("/readyz").status_code == 200, "it is ready")
+            body = json.dumps({"inputs": ["good morning everybody " * 80] * 3, "beam": 32}).encode()
+            head = f"POST /v1/predict HTTP/1.1\r\nHost: localhost\r\nContent-Length: {len(body)}\r\n"
+            message = f"{head}Content-Type: application/json\r\n\r\n".encode() + body
+            clients = [socket.create_connection(("127.0.0.1", int(url.rpartition(":")[2]))) for _ in range(64)]
+            for connection in clients:
+                connection.sendall(message)
+            waiting = re.compile(r"^packtrain_queue_inputs ([1-9]\d{3})", re.MULTILINE)
+            wait_until(lambda: waiting.search(client.get("/metrics").text), "it computes")
+            for connection in clients:
+                connection.close()
+            for _ in range(signals):
+                process.terminate()
+                if signals > 1:
+                    wait_until(lambda: is_draining(client), "it has seen the first signal")
+        assert process.wait(30) == status
+    finally:
+        process.kill()
+        process.wait()
+
+
+def is_draining(client: httpx.Client) -> bool:
+    try:
+        return "draining" in client.get("/readyz").text
+    except httpx.TransportError:
+        return True
+
+
 # The command.
 
 
@@ -886,7 +997,7 @@ def test_an_exported_model_is_served_without_torch_until_sigterm(
             assert outputs(client.post("/v1/predict", json={"inputs": texts})) == [one.text for one in expected]
             sampled = client.post("/v1/completions", json={"prompt": "hello", "temperature": 1})
             assert sampled.status_code == 400
-            assert "does not sample" in error_of(sampled)
+            assert "a ctranslate2 model does not sample" in error_of(sampled)
         process.terminate()
         _, log = process.communicate(timeout=30)
         assert process.returncode == 0

@@ -35,6 +35,8 @@ Array = NDArray[np.float32]
 
 
 class Ctranslate2Form(Form):
+    can_sample = False
+
     def write(self, recipe: Recipe, model: nn.Module, folder: Path, precision: Precision) -> None:
         from packtrain.recipes.transformer import Transformer
 

@@ -5,15 +5,16 @@ The same classes check requests, make responses and are described, so that the d
 
 from __future__ import annotations
 
+import json
 from collections.abc import Mapping, Sequence
 from typing import Annotated, Any, Literal, TypeVar
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationError
+from pydantic import BaseModel, ConfigDict, Field, PlainValidator, ValidationError
 from pydantic.json_schema import JsonSchemaMode, models_json_schema
 from typing_extensions import TypedDict  # pydantic accepts that of typing from Python 3.12 on
 
 from packtrain.errors import printable
-from packtrain.job.part import faults
+from packtrain.job.part import faults, in_schema
 
 MAX_INPUTS = 256
 MAX_TURNS = 100
@@ -60,6 +61,20 @@ class _Said(BaseModel):
     """Part of a response. Fields that are set are always there, so the description calls them required."""
 
     model_config = ConfigDict(frozen=True, json_schema_serialization_defaults_required=True)
+
+
+def _unsupported(*harmless: Any) -> PlainValidator:
+    """Return the validator of a field of OpenAI's that may have only values that change nothing."""
+
+    def check(value: object) -> object:
+        # True is 1 in Python, but not in JSON.
+        if not any(value == one and isinstance(value, bool) == isinstance(one, bool) for one in (None, *harmless)):
+            raise ValueError("is not supported; remove it")
+        return value
+
+    values = ", ".join(json.dumps(one) for one in (*harmless, None))
+    schema = in_schema(enum=[None, *harmless], description=f"Not supported; may be {values}.")
+    return PlainValidator(check, json_schema_input_type=schema)
 
 
 Beam = Annotated[int, Field(ge=1, le=MAX_BEAM)]
@@ -173,10 +188,12 @@ class OpenAiRequest(_Lenient):
     stop: str | Annotated[list[str], Field(max_length=16)] | None = None
     stream: bool | None = None
     stream_options: StreamOptions | None = None
-    # These would change the answer, and are not supported: better refused than ignored.
-    frequency_penalty: Annotated[float, Field(ge=0, le=0)] | None = None
-    presence_penalty: Annotated[float, Field(ge=0, le=0)] | None = None
-    logit_bias: Annotated[dict[str, float], Field(max_length=0)] | None = None
+    # These would change the answer: better refused than ignored.
+    frequency_penalty: Annotated[Any, _unsupported(0)] = None
+    presence_penalty: Annotated[Any, _unsupported(0)] = None
+    logit_bias: Annotated[Any, _unsupported({})] = None
+    response_format: Annotated[Any, _unsupported({"type": "text"})] = None
+    best_of: Annotated[Any, _unsupported(1)] = None
 
     @property
     def stops(self) -> list[str]:
@@ -187,9 +204,16 @@ class OpenAiRequest(_Lenient):
 class ChatRequest(OpenAiRequest):
     messages: Annotated[list[ChatMessage], Field(min_length=1, max_length=MAX_TURNS)]
     max_completion_tokens: Annotated[int, Field(ge=1)] | None = None
-    logprobs: Literal[False] | None = None
-    tools: Annotated[list[Any], Field(max_length=0)] | None = None
-    functions: Annotated[list[Any], Field(max_length=0)] | None = None
+    logprobs: Annotated[Any, _unsupported(False)] = None
+    top_logprobs: Annotated[Any, _unsupported(0)] = None
+    tools: Annotated[Any, _unsupported([])] = None
+    tool_choice: Annotated[Any, _unsupported("none", "auto")] = None
+    functions: Annotated[Any, _unsupported([])] = None
+    function_call: Annotated[Any, _unsupported("none", "auto")] = None
+    modalities: Annotated[Any, _unsupported(["text"])] = None
+    audio: Annotated[Any, _unsupported()] = None
+    prediction: Annotated[Any, _unsupported()] = None
+    web_search_options: Annotated[Any, _unsupported()] = None
 
     @property
     def limit(self) -> int | None:
@@ -198,9 +222,9 @@ class ChatRequest(OpenAiRequest):
 
 class CompletionRequest(OpenAiRequest):
     prompt: str | Annotated[list[str], Field(min_length=1, max_length=MAX_INPUTS)]
-    echo: Literal[False] | None = None
-    suffix: Annotated[str, Field(max_length=0)] | None = None
-    logprobs: Annotated[int, Field(ge=0, le=0)] | None = None
+    echo: Annotated[Any, _unsupported(False)] = None
+    suffix: Annotated[Any, _unsupported("")] = None
+    logprobs: Annotated[Any, _unsupported(False)] = None
 
     @property
     def prompts(self) -> list[str]:

@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from functools import cached_property
 from importlib import import_module
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Literal
+from typing import TYPE_CHECKING, Annotated, ClassVar, Literal
 
 from pydantic import Field, ValidationError
 
@@ -49,6 +49,9 @@ FORMS: Mapping[str, str] = {
 
 class Form(ABC):
     """A format of trained models with its runtime, such as ONNX."""
+
+    can_sample: ClassVar[bool] = True
+    """False if its runtime has only a beam search."""
 
     @abstractmethod
     def write(self, recipe: Recipe, model: nn.Module, folder: Path, precision: Precision) -> None:

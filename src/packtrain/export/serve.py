@@ -14,6 +14,7 @@ from __future__ import annotations
 import asyncio
 import base64
 import binascii
+import os
 import signal
 import socket
 import sys
@@ -48,6 +49,7 @@ from packtrain.export.messages import (
     ChatRequest,
     CompletionRequest,
     Finish,
+    ModelEntry,
     ModelList,
     OpenAiRequest,
     PredictedOutput,
@@ -93,6 +95,7 @@ _FILES = {
 _OPEN = {*_FILES, "/healthz", "/readyz"}
 _WORK = {"/v1/predict", "/v1/chat/completions", "/v1/completions"}
 _ROUTES = {*_OPEN, *_WORK, "/v1/models", "/openapi.json", "/metrics"}
+_TICK_SECONDS = 0.05
 _UNREAD_SECONDS = 5.0  # for a body that nobody needs
 _BODIES = 16  # bodies of the largest size that may be in memory at once
 
@@ -109,7 +112,12 @@ def serve(
     server.run(sockets=[listener])
     if server.service.failure is not None:
         raise server.service.failure
-    return server.is_interrupted
+    if server.service.is_busy:
+        # After a second signal, or if a batch does not end. Python's own end beside a thread that computes is a crash.
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os._exit(128 + server.last_signal)
+    return server.last_signal == signal.SIGINT
 
 
 class ModelServer(uvicorn.Server):
@@ -121,11 +129,12 @@ class ModelServer(uvicorn.Server):
         self.service = service
         self._door = Door(application(service, token), service, token, log)
         self._log, self._address = log, listener.getsockname()[:2]
-        self._was_ready = self.is_interrupted = False
+        self._was_ready = False
+        self.last_signal = 0
         super().__init__(server_config(self._door))
 
     def handle_exit(self, sig: int, frame: FrameType | None) -> None:  # noqa: ARG002 - uvicorn's signature
-        self.is_interrupted = sig == signal.SIGINT
+        self.last_signal = sig
         # Not kept in uvicorn's list of signals: it would raise them again at the end, and the exit code would not be 0.
         if self.service.draining_since is not None:
             self.should_exit = self.force_exit = True
@@ -150,6 +159,9 @@ class ModelServer(uvicorn.Server):
     async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
         await super().shutdown(sockets)
         self.service.close()
+        end = time.monotonic() + self.service.settings.timeout_seconds
+        while self.service.is_busy and not self.force_exit and time.monotonic() < end:
+            await asyncio.sleep(_TICK_SECONDS)
 
 
 class Door:
@@ -304,16 +316,22 @@ class Endpoints:
         return openapi(self._service.entry, version("packtrain"), self._needs_token)
 
     async def models(self, _: Request) -> Response:
-        return _json(ModelList(data=[self._service.entry]))
+        return _json(ModelList(data=self._served))
 
     async def model(self, request: Request) -> Response:
         self._check_model(request.path_params["model"])
         return _json(self._service.entry)
 
+    @property
+    def _served(self) -> list[ModelEntry]:
+        """The models that are answered now: clients choose from them."""
+        return [self._service.entry] if self._service.state == "ready" else []
+
     def _check_model(self, name: str | None) -> None:
-        own = self._service.model.name
-        if name not in (None, own):
-            raise RequestFault(404, f"no model {quoted(str(name))}; this service has {own}", "model_not_found", "model")
+        if name is None or name in [one.id for one in self._served]:
+            return
+        served = f"this service has {self._service.model.name}" if self._served else "it is not ready"
+        raise RequestFault(404, f"no model {quoted(name)}; {served}", "model_not_found", "model")
 
     # Packtrain's own interface.
 

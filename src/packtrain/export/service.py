@@ -18,7 +18,7 @@ from PIL import Image
 from packtrain.errors import Mistake
 from packtrain.export.batching import Batched, Batcher, BatchTimes
 from packtrain.export.messages import MAX_INPUTS, ModelEntry, ModelFacts, ServiceLimits
-from packtrain.export.model import ExportedModel
+from packtrain.export.model import ExportedModel, form_of
 from packtrain.export.predict import DecodeOptions
 from packtrain.export.service_metrics import ServiceMetrics
 from packtrain.pack.picture import pixels_to_decode
@@ -29,6 +29,7 @@ from packtrain.recipes.recipe import Network
 # The work that counts as one input: tokens that are read, or written in every hypothesis, and pixels of a file.
 _TOKENS_PER_INPUT, _PIXELS_PER_INPUT = 512, 1_000_000
 
+_SAMPLING = {"nucleus", "temperature", "seed"}  # options
 _MAX_SEED = 2**62
 _STUCK = 4  # times the timeout of a request that a batch may take before the service counts as stuck
 _MIN_STUCK_SECONDS = 60.0
@@ -67,6 +68,13 @@ class ServedModel:
     precision: str
     step: int
     made: float
+    can_sample: bool = True
+
+    @property
+    def options(self) -> frozenset[str]:
+        """Options of `DecodeOptions` that change its outputs."""
+        options = self.recipe.decode_options
+        return options if self.can_sample else options - _SAMPLING
 
     @classmethod
     def of(cls, model: ExportedModel, threads: int | None) -> ServedModel:
@@ -79,6 +87,7 @@ class ServedModel:
             manifest.precision,
             origin.step,
             origin.made,
+            form_of(manifest.form).can_sample,
         )
 
 
@@ -194,7 +203,7 @@ class Service:
             step=model.step,
             inputs=recipe.inputs,
             chat=recipe.supports_chat,
-            options=sorted(recipe.decode_options | ({"n_best"} if "beam" in recipe.decode_options else set())),
+            options=sorted(model.options),
             beam=recipe.decoding.beam,
             limits=limits,
         )
@@ -202,9 +211,11 @@ class Service:
 
     def manner(self, options: DecodeOptions, n_best: int | None = None, is_conversation: bool = False) -> Manner:
         """Return how a request with these options is computed; raise Mistake if they do not fit the model."""
-        recipe = self.model.recipe
+        model, recipe = self.model, self.model.recipe
         given = options.given.keys() | ({"n_best"} if n_best is not None else set())
-        for name in sorted(given - set(self.entry.packtrain.options)):
+        for name in sorted(given - model.options):
+            if name in recipe.decode_options:
+                raise Mistake(f"{name}: a {model.form} model does not sample; export it with --format onnx to do so")
             raise Mistake(f"{name}: {recipe.job.recipe} does not support it")
         decoding = options.applied_to(recipe.decoding)
         is_sampled = decoding.nucleus is not None

@@ -368,6 +368,10 @@ async function start() {
     setTimeout(start, 3000);
     return;
   }
+  if (!model) {
+    setTimeout(start, 1000); // it is still being loaded
+    return;
+  }
   const facts = model.packtrain;
   document.title = `${model.id} - Packtrain`;
   document.getElementById("name").textContent = model.id;
