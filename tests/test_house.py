@@ -35,7 +35,8 @@ FORBIDDEN_CALLS = {
 }  # fmt: skip
 FORBIDDEN_ARGUMENTS = {("shell", True), ("allow_pickle", True), ("weights_only", False), ("verify", False)}
 FORBIDDEN_TEXTS = ("StrictHostKeyChecking=no", "UserKnownHostsFile=/dev/null", "--trusted-host", "--insecure")
-
+PYTHON_IN_A_SHELL = re.compile(r'(?:python[\d.]*|\$1)"? -[mc] ')
+AS_THE_USER_WROTE_IT = "job/launchers.py"  # a program finds the modules beside it, as it does without Packtrain
 
 Nodes = dict[Path, list[ast.AST]]
 
@@ -121,6 +122,40 @@ def test_nothing_unsafe_is_used(nodes: Nodes) -> None:
 )  # fmt: skip
 def test_the_search_for_unsafe_code_finds_it(code: str) -> None:
     assert len(list(faults(list(ast.walk(ast.parse(code)))))) == 1
+
+
+def starts_of_python(nodes: list[ast.AST]) -> Iterator[str]:
+    """Yield commands that start Python without -P or -I: it would import from the current directory first."""
+    documentation = {id(node.value) for node in nodes if isinstance(node, ast.Expr)}
+    for node in nodes:
+        if isinstance(node, ast.Constant) and isinstance(node.value, str) and id(node) not in documentation:
+            yield from (f"line {node.lineno}: {start}" for start in PYTHON_IN_A_SHELL.findall(node.value))
+        if isinstance(node, (ast.List, ast.Tuple)):
+            words = [ast.unparse(word) for word in node.elts]
+            for before, option, after in zip(["", *words], words, words[1:], strict=False):
+                is_start = option == "'-m'" and not after.startswith("'-")
+                is_start |= option == "'-c'" and re.search("python|executable", before) is not None
+                if is_start and before not in ("'-P'", "'-I'"):
+                    yield f"line {node.lineno}: {ast.unparse(node)}"
+
+
+def test_every_python_that_we_start_ignores_the_current_directory(nodes: Nodes) -> None:
+    own = {path: nodes[path] for path in nodes if not str(path).endswith(AS_THE_USER_WROTE_IT)}
+    assert [f"{path} {start}" for path in own for start in starts_of_python(own[path])] == []
+    scripts = lines(SOURCE.rglob("*.sh"))
+    assert [place for place, line in scripts if PYTHON_IN_A_SHELL.search(line)] == []
+
+
+@pytest.mark.parametrize(
+    "code",
+    [
+        "[sys.executable, '-m', 'pip', *words]", "(python, '-m', __name__)", "['-m', 'packtrain.fleet.slurm']",
+        "['python3', '-c', text]", "x = 'exec \"$python\" -m packtrain'", "x = f'{a}/bin/python -m venv {b}'",
+        "x = 'fits() { \"$1\" -c \"$torch\"; }'",
+    ],
+)  # fmt: skip
+def test_the_search_for_starts_of_python_finds_them(code: str) -> None:
+    assert len(list(starts_of_python(list(ast.walk(ast.parse(code)))))) == 1
 
 
 def test_the_rules_of_the_linter_for_security_are_on() -> None:

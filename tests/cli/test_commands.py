@@ -134,7 +134,7 @@ def test_a_dry_run_lists_the_code_and_the_commands_and_writes_nothing(packtrain:
         "code that the run stores (39 B)", "  job.yaml  31 B", "  train.py  8 B",
         "left out", "  .env      may hold keys", "start on this machine",
     ]  # fmt: skip
-    assert f"-m packtrain node mine-1 --store {tmp_path}/store --code " in command
+    assert f"-P -m packtrain node mine-1 --store {tmp_path}/store --code " in command
     assert not (tmp_path / "store").exists()
 
 

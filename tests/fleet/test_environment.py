@@ -106,7 +106,7 @@ exec sh -c "${@: -1}"
 PYTHON = """#!/bin/sh
 case "$*" in
   *identity*) echo IDENTITY ;;
-  "-m venv"*) mkdir -p "$3/bin"; cp "$0" "$3/bin/python" ;;
+  "-I -m venv"*) mkdir -p "$4/bin"; cp "$0" "$4/bin/python" ;;
   *"pip install"*) sleep 0.2; touch "$(dirname "$0")/../installed" ;;
 esac
 """

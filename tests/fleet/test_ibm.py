@@ -127,7 +127,7 @@ def test_a_dry_run_prints_the_orders_and_asks_nobody(directory_store: Store, mon
     assert words.startswith(f"{start} --flavor AC2_8X60X100 --image 2263543 --network 1000 --userdata ")
     assert " --san --disk 100 --disk 2000 --key laptop --tag packtrain-label:" in words
     assert plans[2].variables == ("SECRET",)
-    assert plans[2].arguments[-1].startswith(f"python -m packtrain node {run.name} --store")
+    assert plans[2].arguments[-1].startswith(f"python -P -m packtrain node {run.name} --store")
     for value in (API_KEY, CANARY):
         assert value not in repr(plans)
 

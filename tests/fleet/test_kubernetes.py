@@ -130,7 +130,7 @@ def test_a_run_is_a_job_of_parallel_pods_without_completions(directory_store: St
     assert document["spec"]["backoffLimit"] >= 100
     spec, node = pod_of(document)
     assert spec["restartPolicy"] == "Never"
-    assert node["command"][:5] == ["python", "-m", "packtrain", "node", run.name]
+    assert node["command"][:6] == ["python", "-P", "-m", "packtrain", "node", run.name]
     assert node["command"][-2:] == ["--identity", identity()]
 
 
@@ -623,7 +623,7 @@ def test_attach_finds_the_pod_by_its_name_its_node_or_its_lease(
     with pytest.raises(Mistake, match="no pod 'c' is running; there are a, b"):
         fleet.shell(run, "c")
     monkeypatch.setenv("PATH", "")
-    where = ("-m", "packtrain.fleet.kubernetes.fleet", "exec", f"--namespace={NAMESPACE}", "a")
+    where = ("-P", "-m", "packtrain.fleet.kubernetes.fleet", "exec", f"--namespace={NAMESPACE}", "a")
     assert fleet.shell(run, None) == (sys.executable, *where)
 
 

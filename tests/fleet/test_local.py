@@ -58,7 +58,7 @@ def test_a_plan_has_the_node_command_for_each_machine(directory_store: Store) ->
     run = new_run(directory_store)
     assert directory_store.identity is not None
     command = (
-        sys.executable, "-m", "packtrain", "node", "job-1", "--store", directory_store.url,
+        sys.executable, "-P", "-m", "packtrain", "node", "job-1", "--store", directory_store.url,
         "--store-id", directory_store.identity, "--code", run.code_digest, "--address", "127.0.0.1",
     )  # fmt: skip
     assert LocalFleet(LocalSettings(machines=Machines(3, 3))).plan(run) == [LaunchPlan("this machine", command)] * 3

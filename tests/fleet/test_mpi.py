@@ -44,7 +44,7 @@ def test_a_plan_has_the_whole_command_and_names_of_variables_only(
     assert words[0] == "mpirun"
     assert words[words.index("-H") + 1] == "a:1,b:1"
     assert words[words.index("-x") + 1] == "SECRET"
-    node = [sys.executable, "-m", "packtrain", "node", "job-1", "--store", directory_store.url]
+    node = [sys.executable, "-P", "-m", "packtrain", "node", "job-1", "--store", directory_store.url]
     node += ["--store-id", str(run.store.identity), "--code", run.code_digest]
     assert words[-len(node) - 3 :] == ["--mca", "btl_tcp_if_include", "eth1", *node]
     assert ("--allow-run-as-root" in words) == (os.geteuid() == 0)

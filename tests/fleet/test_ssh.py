@@ -46,7 +46,7 @@ def test_a_plan_has_the_ssh_command_for_each_host(directory_store: Store) -> Non
     words = [*plan[1].arguments]
     assert words[0] == "ssh"
     assert words[-5:-1] == ["-p", "2222", "--", "me@gpu-b"]
-    node = ["/opt/python", "-m", "packtrain", "node", "job-1", "--store", directory_store.url]
+    node = ["/opt/python", "-P", "-m", "packtrain", "node", "job-1", "--store", directory_store.url]
     node += ["--store-id", str(run.store.identity), "--code", run.code_digest, "--interface", "eth1"]
     assert shlex.split(words[-1]) == node
 

@@ -103,7 +103,7 @@ def test_the_script_has_the_values_of_the_run_and_only_names_of_secrets(
     assert "declare -A secrets=([WANDB_API_KEY]=ssm:/team/wandb)" in text
     assert "volume=(imagenet Size=600 VolumeType=gp3 Iops=18000)" in text
     assert "mounts=('fs-0123:/ /data')" in text
-    assert f"command=(-m packtrain node {run.name} --store {run.store.url}" in text
+    assert f"command=(-P -m packtrain node {run.name} --store {run.store.url}" in text
     assert "\nends=1800000000\n" in text
     assert "\nlinger=600\n" in text
 

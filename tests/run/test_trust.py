@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import os
 import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -11,13 +13,19 @@ import pytest
 
 import packtrain as pt
 from packtrain.errors import Mistake
+from packtrain.fleet.environment import FIND
 from packtrain.fleet.local import LocalSettings
+from packtrain.fleet.wheels import _pip
+from packtrain.identity import identity
 from packtrain.job import Job
 from packtrain.job.job import CheckpointSettings, FleetSettings, ReportSettings
 from packtrain.job.kinds import EXCHANGES, FLEETS, FORMATS, OPTIMIZERS, SCHEDULES, kind_class
 from packtrain.job.part import Part
+from packtrain.node.mirror import MirrorProcess
 from packtrain.pack.build import PlainProgress
+from packtrain.pack.workers import Processes
 from packtrain.run.code import archive
+from packtrain.run.records import Result
 from packtrain.run.run import Run
 from packtrain.run.trust import CodeReview, refuse, remember, require_trust, risks
 from packtrain.start import create, load
@@ -279,6 +287,63 @@ def test_an_archive_cannot_add_modules_to_a_recipe_of_packtrain(directory_store:
     poison(run, torch_py=EVIL, numpy_py=EVIL)
     assert packtrain("node", run, "--address", "127.0.0.1").returncode == 100, "there is no pack"
     assert not mark.exists()
+
+
+# Python files in the current directory, such as that of somebody else's job file.
+
+
+@pytest.fixture
+def trap(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Go to a directory with modules of names that everything imports. Any of them creates the mark."""
+    (tmp_path / "trap").mkdir()
+    for module in ("psutil", "pip", "signal", "socket", "typer", "pydantic", "torch", "mlflow", "tensorboard"):
+        (tmp_path / "trap" / f"{module}.py").write_text(EVIL)
+    monkeypatch.chdir(tmp_path / "trap")
+
+
+def start_a_node(run: Run) -> None:
+    [plan] = run.job.fleet.kind.build().plan(run)
+    assert subprocess.run(plan.arguments, stdin=subprocess.DEVNULL, timeout=120).returncode == 0, "the run has ended"
+
+
+def mirror(run: Run) -> None:
+    process = MirrorProcess(run, "a")
+    process.start()
+    process.finish()
+
+
+def ask_pip(_: Run) -> None:
+    _pip(["--version"])
+
+
+def pack_in_a_process(_: Run) -> None:
+    assert list(Processes(1).do(abs, [-1])) == [1]
+    assert "PYTHONSAFEPATH" not in os.environ, "programs would not find their own modules"
+
+
+def find_an_environment(_: Run) -> None:
+    found = subprocess.run(["sh", "-c", FIND, "find", identity(), sys.executable], stdout=subprocess.PIPE, check=True)
+    assert found.stdout.decode().strip() == sys.executable
+
+
+@pytest.mark.usefixtures("processes", "trap")
+@pytest.mark.parametrize("act", [start_a_node, mirror, ask_pip, pack_in_a_process, find_an_environment])
+def test_python_files_in_the_current_directory_are_not_executed(
+    directory_store: Store, mark: Path, act: Callable[[Run], None], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delenv("PYTHONSAFEPATH", raising=False)
+    run = new_run(directory_store, recipe_job(report={"mlflow": str(mark.with_name("mlflow"))}))
+    run.finish(Result("stopped", "stopped by user", 0, 0.0))
+    act(run)
+    assert not mark.exists()
+
+
+@pytest.mark.usefixtures("processes")
+def test_a_program_imports_the_modules_beside_it_and_packtrain_does_not(tmp_path: Path, mark: Path) -> None:
+    note = "import os, sys; print(os.path.basename(sys.argv[0]), file=open(os.environ['MARK'], 'a'))"
+    run = started(tmp_path, train_py="import helper", helper_py="import psutil", psutil_py=note, pydantic_py=note)
+    done = packtrain("node", run, "--address", "127.0.0.1")
+    assert (done.returncode, mark.read_text()) == (0, "train.py\n"), done.stderr
 
 
 # What is remembered.

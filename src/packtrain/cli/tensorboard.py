@@ -131,7 +131,7 @@ def _started(
     """Start TensorBoard on the loopback address, and end it on the way out."""
     from packtrain.fleet.remote import end_with_client
 
-    command = [sys.executable, "-m", "tensorboard.main", "--logdir", str(logdir), "--host", "127.0.0.1"]
+    command = [sys.executable, "-P", "-m", "tensorboard.main", "--logdir", str(logdir), "--host", "127.0.0.1"]
     command += [] if port is None else ["--port", str(port)]
     # It notes its address in the directory for temporary files, for others to find it: that goes with the rest.
     environment: Mapping[str, str] = {**os.environ, "TMPDIR": str(scratch), "PYTHONUNBUFFERED": "1"}

@@ -35,7 +35,7 @@ LC_ALL=C; export LC_ALL
 parent=$1 name=$2 stage=$3; shift 3
 if command -v sha256sum >/dev/null; then digest() { sha256sum <"$1"; }
 elif command -v openssl >/dev/null; then digest() { openssl dgst -sha256 -r <"$1"; }
-elif command -v python3 >/dev/null; then digest() { python3 -c '
+elif command -v python3 >/dev/null; then digest() { python3 -I -c '
 import hashlib, sys
 digest = hashlib.sha256()
 for chunk in iter(lambda: sys.stdin.buffer.read(1 << 20), b""):
@@ -99,7 +99,7 @@ find "$stage" -depth -type d -exec rmdir {} \; 2>/dev/null
 sync -f "$stage" 2>/dev/null || sync  # a board may lose its power at any moment
 rmdir "$name" 2>/dev/null
 if [ ! -e "$name" ]; then mv "$stage" "$name" || exit 1
-elif python3 -c '
+elif python3 -I -c '
 import ctypes, os, sys
 first, second = map(os.fsencode, sys.argv[1:])
 sys.exit(ctypes.CDLL(None).renameat2(-100, first, -100, second, 2) != 0)' "$stage" "$name" 2>/dev/null

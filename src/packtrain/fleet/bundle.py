@@ -50,17 +50,17 @@ case $directory in /*) ;; *) directory=$PWD/$directory ;; esac
 sha256sum --check --quiet SHA256SUMS >&2 || fail 'the bundle is damaged; copy it and unpack it again'
 [ "$(uname -m)" = {machine} ] || fail "this machine is $(uname -m), and the bundle is for {machine}"
 for python in python{python} python3 none; do
-  "$python" -c 'import sys, venv; sys.exit(sys.version_info[:2] != ({version}))' 2>/dev/null && break
+  "$python" -I -c 'import sys, venv; sys.exit(sys.version_info[:2] != ({version}))' 2>/dev/null && break
 done
 [ "$python" != none ] || fail 'no Python {python} here; install it, or make the bundle with --python'
-"$python" -m venv --clear --without-pip "$directory"
+"$python" -I -m venv --clear --without-pip "$directory"
 pip() {{ "$directory/bin/python" tools/{pip}/pip {install} --require-hashes "$@"; }}
 pip --find-links wheels --requirement requirements.txt
 echo "own/{own} --hash=sha256:{own_digest}" > "$directory/own.txt"
 pip --requirement "$directory/own.txt"
 rm "$directory/own.txt"
 # Only a store that was created is one: an empty mount point must not be taken for it.
-"$directory/bin/python" -c 'from packtrain.store import open_store; open_store("store", create=True)'
+"$directory/bin/python" -I -c 'from packtrain.store import open_store; open_store("store", create=True)'
 program=$directory/bin/packtrain
 case ":$PATH:" in
   *":$HOME/.local/bin:"*)

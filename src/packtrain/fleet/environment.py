@@ -27,7 +27,7 @@ _CACHE = "${PACKTRAIN_CACHE:-${XDG_CACHE_HOME:-$HOME/.cache}/packtrain}/environm
 # True if a Python has the expected Packtrain and torch. torch is only looked up: importing it takes seconds.
 _FITS = """
 torch='import importlib.util as u, sys; sys.exit(u.find_spec("torch") is None)'
-fits() { [ "$("$1" -m packtrain.identity 2>/dev/null)" = "$expected" ] && "$1" -c "$torch"; }
+fits() { [ "$("$1" -P -m packtrain.identity 2>/dev/null)" = "$expected" ] && "$1" -P -c "$torch"; }
 """
 
 # Adds the Python of the `packtrain` on the PATH, which is in the first line of that script.
@@ -47,7 +47,7 @@ echo none
 # $1: the Python. Prints its path and the identity of its Packtrain.
 _IDENTIFY = """
 python=$1; case $python in "~/"*) python=$HOME/${python#"~/"};; esac
-echo "$python"; exec "$python" -m packtrain.identity
+echo "$python"; exec "$python" -P -m packtrain.identity
 """
 
 # $1...: candidates. Any version is accepted: nodes of an older client must be found and ended, too. Without Packtrain
@@ -56,7 +56,7 @@ _FIND_ANY = f"""
 {_ADD_FROM_PATH}
 for python in "$@" "{_CACHE}"/*/bin/python; do
   case $python in "~/"*) python=$HOME/${{python#"~/"}};; esac
-  "$python" -c 'from packtrain.fleet.local import find_processes' 2>/dev/null && {{ echo "$python"; exit 0; }}
+  "$python" -P -c 'from packtrain.fleet.local import find_processes' 2>/dev/null && {{ echo "$python"; exit 0; }}
 done
 for process in /proc/[0-9]*/cmdline; do tr '\\0' ' ' < "$process"; echo; done 2>/dev/null |
   grep -q 'packtrain.* nod[e] ' || {{ echo none; exit 0; }}
@@ -91,21 +91,21 @@ else
   check='import sys, venv, ensurepip; sys.exit(sys.version_info < (3, 11))'
 fi
 for python in $pythons none; do
-  "$python" -c "$check" "$wanted" 2>/dev/null && break
+  "$python" -I -c "$check" "$wanted" 2>/dev/null && break
 done
 [ "$python" != none ] || {{ echo "no Python $wanted; install one, or set python in the fleet" >&2; exit 1; }}
 # By its path, never by its name: an index or a bundle may have another, newer package of that name, and the node that
 # starts from this environment is sent the job's secrets.
 wheel=$(echo "$part"/own/*.whl)
 if [ -f "$lock" ]; then
-  "$python" -m venv --without-pip "$part/made"
+  "$python" -I -m venv --without-pip "$part/made"
   pip() {{ "$part/made/bin/python" "$(echo "$part"/{TOOLS}/pip-*.whl)/pip" {INSTALL} "$@" >&2; }}
   pip --require-hashes --find-links "$part/wheels" --requirement "$lock"
   pip "$wheel"
 else
-  "$python" -m venv "$part/made"
+  "$python" -I -m venv "$part/made"
   offline=; [ "$2" = offline ] && offline=--no-index
-  "$part/made/bin/python" -m pip install --quiet --disable-pip-version-check --no-input $offline \\
+  "$part/made/bin/python" -I -m pip install --quiet --disable-pip-version-check --no-input $offline \\
     --only-binary :all: --find-links "$part/wheels" --constraint "$part/constraints.txt" "$wheel[train]" \\
     > "$part/errors" 2>&1 || {{
     cat "$part/errors" >&2

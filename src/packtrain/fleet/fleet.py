@@ -264,7 +264,8 @@ def node_arguments(run: Run, python: str, kind: FleetKind, interface: str | None
     which = () if run.store.identity is None else ("--store-id", run.store.identity)
     # The code that this client has put or checked: the store may have other code by the time the node reads it.
     words = ("node", run.name, "--store", run.store.url, *which, "--code", run.code_digest)
-    return (python, "-m", "packtrain", *words, *where, *off)
+    # -P: without it, Python would import from the current directory first. Every Python that we start has it, or -I.
+    return (python, "-P", "-m", "packtrain", *words, *where, *off)
 
 
 def passed_variables(environment: Sequence[str], store: str) -> tuple[str, ...]:

@@ -49,12 +49,12 @@ RUN --mount=type=bind,source=tools,target=/build/tools \\
     --mount=type=bind,source=wheels,target=/build/wheels \\
     --mount=type=bind,source={lock},target=/build/{lock} \\
     echo "{lock_digest}  /build/{lock}" | sha256sum --check --quiet && \\
-    python3 -c 'import sys; sys.exit("the base image has Python %d.%d, but the wheels are for {dotted}" \
+    python3 -I -c 'import sys; sys.exit("the base image has Python %d.%d, but the wheels are for {dotted}" \
 % sys.version_info[:2] if sys.version_info[:2] != ({python}) else 0)' && \\
-    python3 -m venv --without-pip {venv_options}/opt/packtrain && \\
+    python3 -I -m venv --without-pip {venv_options}/opt/packtrain && \\
     /opt/packtrain/bin/python /build/tools/{pip}/pip {install} --no-compile \\
       --require-hashes --find-links /build/wheels --requirement /build/{lock} && \\
-    (/opt/packtrain/bin/python -m compileall -qq -j 0 /opt/packtrain/lib || true)
+    (/opt/packtrain/bin/python -I -m compileall -qq -j 0 /opt/packtrain/lib || true)
 
 # Packtrain itself: small. Kubernetes may run it as any user, so everyone can write to the home directory.
 RUN --mount=type=bind,source=tools,target=/build/tools --mount=type=bind,source=own,target=/build/own \\
@@ -77,7 +77,7 @@ LABEL {labels}
 _SERVE = """\
 EXPOSE 8000
 HEALTHCHECK --interval=10s --timeout=5s --start-period=60s \\
-    CMD ["python3", "-c", "import urllib.request; urllib.request.urlopen('http://127.0.0.1:8000/readyz', timeout=4)"]
+    CMD ["python3", "-I", "-c", "import urllib.request as web; web.urlopen('http://127.0.0.1:8000/readyz', timeout=4)"]
 CMD ["serve", "/model", "--host", "0.0.0.0", "--port", "8000"]"""
 
 

@@ -128,7 +128,7 @@ class MpiFleet(Fleet):
             words = list(plan.arguments)
             # The plan was made without asking any host: put those that answer in place of its list.
             words[words.index(_HOSTS) + 1] = _slots([host.name for host in usable][: machines.most])
-            command = (sys.executable, "-m", "packtrain.fleet.mpi", *own, "--", *words)
+            command = (sys.executable, "-P", "-m", "packtrain.fleet.mpi", *own, "--", *words)
             started.append(start_process(run.name, command, tied))
         return started
 

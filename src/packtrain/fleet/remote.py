@@ -149,7 +149,7 @@ def end_with_client() -> None:
 
 
 def verb_command(python: str, verb: str, options: Sequence[str]) -> list[str]:
-    return [python, "-m", "packtrain.fleet.local", verb, *options]
+    return [python, "-P", "-m", "packtrain.fleet.local", verb, *options]
 
 
 def secrets_line(secrets: Mapping[str, str]) -> bytes:

@@ -350,7 +350,7 @@ def script(run: Run, job: Job, settings: SlurmSettings) -> str:
         made = create_commands(Path(settings.bundle), "srun --export=ALL --ntasks-per-node=1 --cpu-bind=none")
         environment = f"# Makes the Python environment on every machine, once.\n{made}\n\n"
     which = () if run.store.identity is None else ("--store-id", run.store.identity)
-    decide = ("-m", "packtrain.fleet.slurm", "--run", run.name, "--store", run.store.url, *which)
+    decide = ("-P", "-m", "packtrain.fleet.slurm", "--run", run.name, "--store", run.store.url, *which)
     return _SCRIPT.format(
         run=run.name,
         header="\n".join(f"#SBATCH {option}" for option in _sbatch_options(run, job, settings)),

@@ -144,8 +144,8 @@ class SshFleet(Fleet):
         for fault in missing:
             say(f"{unavailable(fault)}; continuing without it")
         chosen = usable[: machines.most]
-        # The node's arguments without `python -m packtrain`: which Python it is differs between hosts.
-        commands = {plan.machine: shlex.split(plan.arguments[-1])[3:] for plan in plans}
+        # The node's arguments without `python -P -m packtrain`: which Python it is differs between hosts.
+        commands = {plan.machine: shlex.split(plan.arguments[-1])[4:] for plan in plans}
         secrets = values_of(plans[0].variables)
         # PR_SET_PDEATHSIG follows the thread that started a process, not its process: tied connections must be started
         # by this thread, not by one of a pool that ends soon.

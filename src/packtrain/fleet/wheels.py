@@ -167,7 +167,11 @@ def _torch_versions(torch: Torch, number: str | None) -> list[str]:
 
 def _pip(words: Sequence[str]) -> None:
     done = subprocess.run(
-        [sys.executable, "-m", "pip", *words], capture_output=True, encoding="utf-8", errors="replace", check=False
+        [sys.executable, "-P", "-m", "pip", *words],
+        capture_output=True,
+        encoding="utf-8",
+        errors="replace",
+        check=False,
     )
     if done.returncode != 0:
         if "No module named pip" in done.stderr:

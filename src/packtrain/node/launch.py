@@ -186,7 +186,7 @@ class Launchers:
         marks = {RUN_VARIABLE: run.name, STORE_VARIABLE: run.store.url, CONTROL_VARIABLE: self._mark}
         quiet = {} if run.job.recipe is None else _OF_FORKED_WORKERS
         recipe = [] if run.job.recipe is None else [run.job.recipe]
-        self._command = [sys.executable, "-m", "packtrain.node.fork_server", *recipe]
+        self._command = [sys.executable, "-P", "-m", "packtrain.node.fork_server", *recipe]
         self._environment = {**_defaults(workers), **quiet, **_without_other_launchers(inherited), **marks}
         self.server: subprocess.Popen[bytes] | None = None
         self._latest: Launch | None = None

@@ -24,7 +24,7 @@ class MirrorProcess:
         if uri is None or (self._process is not None and self._process.poll() is None):
             return
         store = self._run.store
-        command = [sys.executable, "-m", "packtrain", "mirror", self._run.name, "--store", store.url]
+        command = [sys.executable, "-P", "-m", "packtrain", "mirror", self._run.name, "--store", store.url]
         command += [] if store.identity is None else ["--store-id", store.identity]
         # Of the job that this node was told to run, not of the one that the store has by now.
         command += ["--mlflow", uri, "--node", self._node]

@@ -166,7 +166,7 @@ class Node:
         try:
             # The launcher starts in this directory, so that a program or a user's recipe is found by its relative path.
             (self.directory.path / "code").mkdir()
-            # Otherwise it stays empty: Python finds modules there first, and a job of Packtrain's own recipes has none.
+            # Otherwise it stays empty: a job of Packtrain's own recipes needs no code.
             if self._job.has_own_code:
                 self.workspace.prepare()
             self.launchers.prepare()  # it imports torch while this node meets the others

@@ -213,7 +213,7 @@ def switch_off(wanted: bool, command: Sequence[str] = ()) -> bool:
     if not wanted:
         return False
     module = shlex.split(os.environ.get(OFF_VARIABLE, ""))
-    command = command or ((sys.executable, "-m", *module) if module else POWER_OFF)
+    command = command or ((sys.executable, "-P", "-m", *module) if module else POWER_OFF)
     say("machine: shutting down")
     for tried in (command, ("sudo", "-n", *command)):
         words = " ".join(tried)

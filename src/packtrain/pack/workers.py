@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import multiprocessing
+import os
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import FIRST_COMPLETED, Future, ProcessPoolExecutor, wait
 from concurrent.futures.process import BrokenProcessPool
+from contextlib import contextmanager
 from typing import Any, TypeVar
 
 from packtrain.errors import Mistake, PacktrainError
@@ -40,11 +42,13 @@ class Processes(Workers):
         check_shared_memory()
         # Spawned, not forked: the threads of the store's client do not survive a fork.
         context = multiprocessing.get_context("spawn")
-        pool = ProcessPoolExecutor(self._count, mp_context=context)
+        with _safe_path():
+            pool = ProcessPoolExecutor(self._count, mp_context=context)
         try:
             pending: set[Future[Result]] = set()
             for task in tasks:
-                pending.add(pool.submit(work, task))
+                with _safe_path():
+                    pending.add(pool.submit(work, task))
                 if len(pending) > 2 * self._count:
                     done, pending = wait(pending, return_when=FIRST_COMPLETED)
                     yield from (future.result() for future in done)
@@ -56,6 +60,24 @@ class Processes(Workers):
             ) from None
         finally:
             pool.shutdown(wait=True, cancel_futures=True)
+
+
+@contextmanager
+def _safe_path() -> Iterator[None]:
+    """Keep processes that start meanwhile from importing from the current directory, as `python -P` does.
+
+    multiprocessing takes no options for Python. Afterwards the variable is gone: a program that this process starts
+    later may count on its own directory.
+    """
+    before = os.environ.get("PYTHONSAFEPATH")
+    os.environ["PYTHONSAFEPATH"] = "1"
+    try:
+        yield
+    finally:
+        if before is None:
+            del os.environ["PYTHONSAFEPATH"]
+        else:
+            os.environ["PYTHONSAFEPATH"] = before
 
 
 class Dask(Workers):

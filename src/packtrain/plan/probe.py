@@ -120,7 +120,7 @@ def probe(
         def join(number: int) -> str:
             one = usable[number]
             own = one.target.link_options(number, one.machines[0])
-            command = [one.python, "-m", "packtrain.plan.probe", *options, *own]
+            command = [one.python, "-P", "-m", "packtrain.plan.probe", *options, *own]
             return one.target.run(command, dict(secrets), _START_SECONDS + 20 * request.seconds)
 
         try:
@@ -142,7 +142,7 @@ def main(given: Sequence[str]) -> None:
     read_secrets()
     threads = max(1, usable_cores() // options.workers)
     environment = {"OMP_NUM_THREADS": str(threads), "OMP_WAIT_POLICY": "PASSIVE", **os.environ}
-    command = [sys.executable, "-m", "packtrain.plan.probe", *given]
+    command = [sys.executable, "-P", "-m", "packtrain.plan.probe", *given]
     with ExitStack() as stack:
         started = [
             stack.enter_context(

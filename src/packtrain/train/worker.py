@@ -91,7 +91,8 @@ def build_trainer(control: Control, stop_signal: StopSignal, started: float) -> 
     pack = _pack_of(run)
     if job.data.stage:
         _stage(run, pack, control, stop_signal)
-    recipe = recipe_class(job.recipe)(job, pack)
+    # A user's recipe is in this directory, where the node has put the code that it was told to run.
+    recipe = recipe_class(job.recipe, Path.cwd())(job, pack)
 
     def report_hang(text: str) -> None:
         text = f"{text}: check the network and the firewall between the machines"

@@ -296,7 +296,7 @@ class KubernetesFleet(CloudFleet):
         context = (f"--context={cluster.context}",) if cluster.context else ()
         where = (*context, f"--namespace={cluster.namespace}")
         if shutil.which("kubectl") is None:
-            return (sys.executable, "-m", __name__, "exec", *where, name)
+            return (sys.executable, "-P", "-m", __name__, "exec", *where, name)
         return ("kubectl", *where, "exec", "-it", name, "-c", CONTAINER, "--", *_SHELL)
 
     def targets(self) -> builtins.list[Target]:
