@@ -1,8 +1,11 @@
 from __future__ import annotations
 
 import os
+import socket
 import subprocess
 import sys
+import time
+from concurrent.futures import ThreadPoolExecutor
 from importlib.metadata import version
 from pathlib import Path
 from types import ModuleType, SimpleNamespace
@@ -12,7 +15,14 @@ import pytest
 
 from packtrain.identity import identity
 from packtrain.node.lease import LeaseRenewer
-from packtrain.node.telemetry import GpuSampler, TelemetrySampler, gpus_of_workers, machine_facts, visible_gpus
+from packtrain.node.telemetry import (
+    GpuSampler,
+    TelemetrySampler,
+    gpus_of_workers,
+    machine_facts,
+    network_cards,
+    visible_gpus,
+)
 from packtrain.run.records import Gpu, GpuModel, TelemetrySample
 from packtrain.run.run import Run
 from packtrain.store import Store
@@ -151,21 +161,19 @@ def test_use_of_the_disk_and_of_the_network_is_measured_between_two_samples(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """By counters of this machine, whose other processes write, too; where it has none, as some containers, by 0."""
-    counts: dict[str, SimpleNamespace | None] = {
-        "net": SimpleNamespace(bytes_sent=1000, bytes_recv=0),
-        "disk": SimpleNamespace(read_bytes=5, write_bytes=0),
-    }
-    monkeypatch.setattr(psutil, "net_io_counters", lambda: counts["net"])
-    monkeypatch.setattr(psutil, "disk_io_counters", lambda: counts["disk"])
+    cards = {name: SimpleNamespace(bytes_sent=500, bytes_recv=0) for name in ("card0", "card1")}
+    disk: SimpleNamespace | None = SimpleNamespace(read_bytes=5, write_bytes=0)
+    monkeypatch.setattr(psutil, "net_io_counters", lambda pernic: cards if pernic else None)
+    monkeypatch.setattr(psutil, "disk_io_counters", lambda: disk)
     sampler = TelemetrySampler(tmp_path)
-    counts["net"] = SimpleNamespace(bytes_sent=500, bytes_recv=4000)  # an interface went away
-    counts["disk"] = SimpleNamespace(read_bytes=5, write_bytes=8000)
+    cards = {"card1": SimpleNamespace(bytes_sent=500, bytes_recv=4000)}  # an interface went away
+    disk = SimpleNamespace(read_bytes=5, write_bytes=8000)
     use = sampler.sample()
     assert use.sent_bytes_per_second == use.disk_read_bytes_per_second == 0
     assert use.disk_written_bytes_per_second == pytest.approx(2 * use.received_bytes_per_second)
     assert use.received_bytes_per_second > 0
     assert use.disk_free_bytes > 0
-    counts.update(net=None, disk=None)
+    cards, disk = {}, None
     assert sampler.sample().disk_written_bytes_per_second == 0
 
 
@@ -182,3 +190,39 @@ def test_telemetry_samples_are_kept_in_the_store(directory_store: Store, tmp_pat
     lease.leave()
     assert {one.node for one in measured()} == {"a"}
     assert all(one.telemetry.memory_bytes > 0 for one in measured())
+
+
+@pytest.mark.parametrize(
+    ("interfaces", "counted"),
+    [
+        ({"lo": "", "eth0": "device"}, ["eth0"]),
+        ({"lo": "", "eth0": "device", "docker0": "lower_veth1", "veth1": "master", "wg0": ""}, ["eth0"]),
+        ({"lo": "", "ens1": "device", "ens2": "device", "bond0": "lower_ens1", "br0": "lower_bond0"}, ["ens1", "ens2"]),
+        ({"lo": "", "eth0": "", "eth0.7": "lower_eth0"}, ["eth0"]),  # a container
+        ({"lo0": "", "en0": ""}, ["en0"]),  # no such directory on a Mac
+        ({"lo": ""}, []),
+    ],
+)
+def test_a_byte_that_leaves_the_machine_is_counted_once(
+    interfaces: dict[str, str], counted: list[str], tmp_path: Path
+) -> None:
+    for name, link in interfaces.items():
+        if link:
+            (tmp_path / name / link).mkdir(parents=True)
+    assert network_cards(interfaces, tmp_path) == counted
+
+
+@pytest.mark.usefixtures("processes")
+def test_what_processes_of_a_machine_send_each_other_is_not_network_traffic(tmp_path: Path) -> None:
+    start, size = time.monotonic(), 64 << 20
+    sampler = TelemetrySampler(tmp_path)
+    with socket.create_server(("127.0.0.1", 0)) as server, socket.create_connection(server.getsockname()) as sender:
+        receiver, _ = server.accept()
+        with receiver, ThreadPoolExecutor(1) as threads:
+            sent = threads.submit(sender.sendall, bytes(size))
+            left = size
+            while left:
+                left -= len(receiver.recv(1 << 20))
+            sent.result()
+    sample, seconds = sampler.sample(), time.monotonic() - start
+    assert max(sample.sent_bytes_per_second, sample.received_bytes_per_second) * seconds < size / 2

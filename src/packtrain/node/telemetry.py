@@ -5,7 +5,7 @@ from __future__ import annotations
 import platform
 import re
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
 from functools import partial
 from importlib.metadata import PackageNotFoundError, version
@@ -20,6 +20,7 @@ from packtrain.run.records import Gpu, GpuModel, MachineFacts, Telemetry, Worker
 from packtrain.system import usable_cores
 from packtrain.train.control import VISIBLE_GPUS_VARIABLE, WORKER_NAME
 
+_LOOPBACK = re.compile("lo[0-9]*")
 _PEAK = re.compile(r"^VmHWM:\s*([0-9]+) kB$", re.MULTILINE)
 _PROCESSOR = re.compile(r"^(?:model name|Model|cpu model)\s*:\s*(.+)$", re.MULTILINE)
 _CUDA = re.compile(r"^cuda\b[^=\n]*=\s*['\"]([^'\"]+)['\"]", re.MULTILINE)
@@ -129,9 +130,21 @@ def rank_of(process: psutil.Process) -> int | None:
 
 def _traffic() -> tuple[int, int, int, int]:
     """Return the bytes that this machine has sent, received, read and written; 0 where the system does not count."""
-    network, disk = psutil.net_io_counters(), psutil.disk_io_counters()  # None in some containers
-    sent, received = (network.bytes_sent, network.bytes_recv) if network else (0, 0)
-    return sent, received, *((disk.read_bytes, disk.write_bytes) if disk else (0, 0))
+    counts = psutil.net_io_counters(pernic=True)
+    networks, disk = [counts[name] for name in network_cards(counts)], psutil.disk_io_counters()
+    sent, received = sum(one.bytes_sent for one in networks), sum(one.bytes_recv for one in networks)
+    return sent, received, *((disk.read_bytes, disk.write_bytes) if disk else (0, 0))  # None in some containers
+
+
+def network_cards(names: Iterable[str], devices: Path = Path("/sys/class/net")) -> list[str]:
+    """Return the interfaces through which bytes leave this machine, each byte through one of them.
+
+    Loopback leaves nothing. What passes a bridge, a bond, a tunnel or the pair of a container passes a card, too. In a
+    container there is no card, but one end of such a pair.
+    """
+    leaving = [name for name in names if not _LOOPBACK.fullmatch(name)]
+    cards = [name for name in leaving if (devices / name / "device").exists()]
+    return cards or [name for name in leaving if not any((devices / name).glob("lower_*"))]
 
 
 def _peak_bytes(process: int) -> int:
