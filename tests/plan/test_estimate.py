@@ -26,6 +26,7 @@ from packtrain.plan.estimate import (
     speed_from_table,
     with_efficiency,
 )
+from packtrain.units import Duration
 from parts.runs import recipe_job
 
 # Ten million weights in 32 bits; a batch of 1,000 tokens, of which each takes a millisecond.
@@ -301,7 +302,7 @@ def test_a_device_of_the_table_reaches_a_part_of_its_peak() -> None:
 
 
 def test_a_forecast_says_three_lines() -> None:
-    lines = lines_of(forecast_of(WORK, priced()[1]), recipe_job(checkpoint={"every": "5 min"}))
+    lines = lines_of(forecast_of(WORK, priced()[1], Duration(10, "steps")), recipe_job(checkpoint={"every": "5 min"}))
     assert lines == [
         "about 9 min 02 s for 1,000 steps, $1.08 (made up)",
         "540 ms per step, 1,852 samples/s, limited by compute; 40.0 MB of gradients sent per step",

@@ -19,6 +19,7 @@ from report.made import evidence_of, generation_of, steps_of, telemetry_of, trai
 PLAN = Forecast(
     source="a table of devices", limit="compute", workers=1, steps=400, step_seconds=0.1, units_per_second=640.0,
     seconds=40.0, dollars=None, memory_bytes=1 << 30, parameters=1000, gradient_bytes=4000, checkpoint_bytes=3000,
+    duration="10 steps",
 )  # fmt: skip
 
 
@@ -150,6 +151,21 @@ def test_a_run_that_is_not_over_is_compared_without_its_length() -> None:
     nothing = forecast(evidence_of(forecast=PLAN, summary={"state": "running"}))
     assert nothing is not None
     assert nothing.verdict == "unknown"
+
+
+@pytest.mark.parametrize("planned", ["3000 steps", "5 steps"])
+def test_a_run_whose_duration_was_changed_is_compared_without_its_length(planned: str) -> None:
+    plan = replace(PLAN, duration=planned, seconds=12_000.0, dollars=3.0)
+    cost = Cost(2.5, None, None, None)
+    evidence = evidence_of(steps_of(), forecast=plan, summary={"cost": cost})
+    assert [row.what for row in compared(evidence)] == ["time of a step"]
+    found = forecast(evidence)
+    assert found is not None
+    assert (found.verdict, found.answer) == ("good", "Yes: everything within 0% of the plan.")
+    said = f"It was for {planned}, and the run is for 10 steps by now: time and cost as a whole do not compare."
+    assert found.evidence[-1] == said
+    same = evidence_of(steps_of(), forecast=replace(plan, duration="10 steps"), summary={"cost": cost})
+    assert [row.what for row in compared(same)] == ["time of a step", "whole run", "cost"]
 
 
 # Data and checkpoints.

@@ -21,7 +21,7 @@ def test_the_keys_in_the_documentation_are_those_that_scripts_get() -> None:
         spent=spent_of({0: SECONDS, 1: SECONDS}),
         telemetry=telemetry_of(),
         leases=[a_lease("a")],
-        forecast=Forecast("table", "compute", 1, 10, 0.5, 64.0, 5.0, 0.1, 1 << 30, 1000, 4000, 12000),
+        forecast=Forecast("table", "compute", 1, 10, 0.5, 64.0, 5.0, 0.1, 1 << 30, 1000, 4000, 12000, "10 steps"),
         source=JobSource("job.yaml", "name: job", ()),
     )
     report = report_json(evidence)

@@ -151,7 +151,7 @@ def write_records(run: Run) -> None:
     machines.append(TelemetrySample(now, "a", telemetry))
     for writer in (events, points, spent, logs, machines):
         writer.flush()
-    run.put_forecast(Forecast("table", "compute", 1, 10, 0.5, 64.0, 5.0, 0.1, 1 << 30, 1000, 4000, 12000))
+    run.put_forecast(Forecast("table", "compute", 1, 10, 0.5, 64.0, 5.0, 0.1, 1 << 30, 1000, 4000, 12000, "10 steps"))
     run.put_notes(Notes(("tag",), "a sentence"))
     run.put_source(JobSource("job.yaml", "name: job", ("train.seed=2",), "0" * 40, 1))
     run.put_mirrored(MirroredRun("0" * 64, "of mlflow"))

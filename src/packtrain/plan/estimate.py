@@ -19,7 +19,7 @@ from packtrain.job.job import Job
 from packtrain.plan.devices import DeviceKind, Hardware, Link
 from packtrain.recipes.recipe import Family
 from packtrain.run.records import Forecast, Many
-from packtrain.units import show_bytes, show_count, show_dollars, show_seconds
+from packtrain.units import Duration, show_bytes, show_count, show_dollars, show_seconds
 
 Limit = Literal["compute", "network", "data", "memory"]
 
@@ -402,11 +402,11 @@ def choose(estimates: Sequence[Estimate]) -> Advice:
 # What a run stores and says.
 
 
-def forecast_of(work: Workload, one: Estimate) -> Forecast:
+def forecast_of(work: Workload, one: Estimate, duration: Duration) -> Forecast:
     """Return what a run of this estimate remembers of it."""
     return Forecast(
         one.source[:200], one.limit, one.workers, one.steps, one.step_seconds, one.units_per_second, one.seconds,
-        one.dollars, one.memory_bytes, work.parameters, int(one.sent_bytes), work.checkpoint_bytes,
+        one.dollars, one.memory_bytes, work.parameters, int(one.sent_bytes), work.checkpoint_bytes, str(duration),
     )  # fmt: skip
 
 

@@ -106,7 +106,8 @@ def expected(run: Run, manifest: Manifest, earlier: bool = True) -> Forecast | N
     layout, speed = min(known.speeds, key=lambda one: abs(one[0].machines - machines))
     if layout.machines != machines:
         layout, speed = replace(layout, machines=machines), replace(speed, exchange_seconds=None, memory_bytes=None)
-    found = forecast_of(known.workload, estimate(known.workload, goal, speed, layout, known.link))
+    estimated = estimate(known.workload, goal, speed, layout, known.link)
+    found = forecast_of(known.workload, estimated, job.train.duration)
     before = _earlier(run) if earlier else None
     return found if before is None else _like(found, before)
 

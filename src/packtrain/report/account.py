@@ -159,7 +159,7 @@ def compared(evidence: Evidence) -> list[ExpectedAndSeen]:
         for one in sample.telemetry.workers
     ]
     size = sum(file.bytes for file in evidence.checkpoints[-1].files) if evidence.checkpoints else 0
-    ended = summary.state == "finished"
+    ended = summary.state == "finished" and not _other_duration(evidence)
 
     def short(seconds: float) -> str:
         return f"{seconds * 1000:.0f} ms" if seconds < 1 else show_seconds(seconds)
@@ -181,6 +181,12 @@ def compared(evidence: Evidence) -> list[ExpectedAndSeen]:
         for what, before, after, show in asked
         if before and after
     ]  # fmt: skip
+
+
+def _other_duration(evidence: Evidence) -> str:
+    """Return the duration that the plan was for, if the run has another one by now."""
+    planned = evidence.forecast.duration if evidence.forecast is not None else ""
+    return "" if planned == str(evidence.job.train.duration) else planned
 
 
 def forecast(evidence: Evidence) -> Finding | None:
@@ -208,8 +214,12 @@ def forecast(evidence: Evidence) -> Finding | None:
         tuple((row.what, row.expected_text, row.seen_text, f"{row.off:+.0%}") for row in rows),
     )
     source = f"Predicted from {evidence.forecast.source}, with {evidence.forecast.limit} as the limit of a step."
+    facts = [source]
+    if planned := _other_duration(evidence):
+        now = evidence.job.train.duration
+        facts.append(f"It was for {planned}, and the run is for {now} by now: time and cost as a whole do not compare.")
     return Finding(
-        key, "run", question, answer, "good" if verdict == "good" else "note", (source,), (table,),
+        key, "run", question, answer, "good" if verdict == "good" else "note", tuple(facts), (table,),
         {f"{row.what} off": row.off for row in rows},
     )  # fmt: skip
 

@@ -489,6 +489,7 @@ class Forecast:
     """The expectation of a run when it was created. `source` says where it is from: measured steps, or a table.
 
     `limit` is the resource that bounds a step. `seconds` is the whole run, `step_seconds` one step without evaluation.
+    `duration` is that of the job then, which `resume` may change.
     """
 
     source: Label
@@ -503,6 +504,7 @@ class Forecast:
     parameters: Count
     gradient_bytes: Count
     checkpoint_bytes: Count
+    duration: Label
 
 
 @dataclass(frozen=True)
