@@ -5,7 +5,10 @@ from __future__ import annotations
 import itertools
 import json
 import random
+import re
 import signal
+import subprocess
+import sys
 import threading
 from collections.abc import Callable
 from functools import partial
@@ -15,7 +18,8 @@ from typing import Any
 import pytest
 
 from packtrain.backoff import SLOW_ANSWERS, Backoff
-from packtrain.errors import Mistake
+from packtrain.errors import EXIT_MISTAKE, Mistake
+from packtrain.run.run import Run
 from packtrain.store import Store, StoreError, open_store
 from packtrain.store.aws_keys import AwsKeys
 from packtrain.store.uploads import UploadClient
@@ -81,14 +85,57 @@ def test_an_access_key_without_its_secret_is_refused_and_vice_versa(monkeypatch:
     assert "canary" not in str(caught.value)
 
 
-def test_a_machine_without_ca_certificates_is_told_what_to_install(
-    s3_location: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    (tmp_path / "none.pem").touch()
+@pytest.fixture
+def no_certificates(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("SSL_CERT_FILE", str(tmp_path / "none.pem"))
     monkeypatch.setenv("SSL_CERT_DIR", str(tmp_path / "none"))
-    with pytest.raises(Mistake, match="install the package ca-certificates"):
+
+
+def test_a_server_without_tls_needs_no_ca_certificates(s3_location: str, no_certificates: None, tmp_path: Path) -> None:
+    store = open_store(s3_location)
+    assert store.put_if_absent("a", b"small")
+    (tmp_path / "large").write_bytes(bytes(9 << 20))
+    store.put_file("b", tmp_path / "large")
+    store.get_file("b", tmp_path / "copy")
+    assert (tmp_path / "copy").stat().st_size == 9 << 20
+    store.remove_unfinished("")
+    assert [entry.key for entry in store.list()] == ["a", "b"]
+
+
+@pytest.mark.parametrize(
+    "setting",
+    [
+        {"AWS_ENDPOINT_URL": "https://127.0.0.1:9"},
+        # The keys come from another server, over TLS.
+        {"AWS_ACCESS_KEY_ID": "", "AWS_SECRET_ACCESS_KEY": "", "AWS_WEB_IDENTITY_TOKEN_FILE": "/token"},
+    ],
+)
+def test_a_machine_without_ca_certificates_is_told_what_to_install(
+    setting: dict[str, str], s3_location: str, no_certificates: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name, value in setting.items():
+        monkeypatch.setenv(name, value)
+    with pytest.raises(Mistake, match="this machine has no CA certificates; install the package ca-certificates"):
         open_store(s3_location)
+
+
+def test_a_node_works_without_ca_certificates_if_its_store_has_no_tls(
+    processes: None, s3_location: str, no_certificates: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("PACKTRAIN_CACHE", str(tmp_path / "cache"))
+    (tmp_path / "train.py").write_text("print('worked')\n")
+    (tmp_path / "job.yaml").write_text(f"{{name: job, program: [train.py], store: '{s3_location}'}}")
+    command = [sys.executable, "-m", "packtrain", "run", "job.yaml", "--foreground"]
+    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr + done.stdout
+    result = Run(open_store(s3_location), "job-1").result()
+    assert result is not None
+    assert result.status == "finished"
+    monkeypatch.setenv("AWS_ENDPOINT_URL", "https://127.0.0.1:9")
+    command = [sys.executable, "-m", "packtrain", "node", "job-1", "--store", s3_location]
+    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, check=False)
+    assert (done.returncode, done.stdout) == (EXIT_MISTAKE, "")
+    assert re.fullmatch("packtrain: .*has no CA certificates; install .*\n", done.stderr)
 
 
 @pytest.mark.parametrize(

@@ -37,6 +37,7 @@ _FIRST_PAUSE_SECONDS, _MAX_PAUSE_SECONDS = 0.1, 10.0
 # The metadata of an object that names the call that created it; Azure takes only letters and digits.
 _MARK = "packtrainput"
 _ABSENT = ("NoSuchKey", "BlobNotFound")  # the bucket is there, and the object is not
+_NO_CERTIFICATES = "No CA certificates"
 _BUCKET = re.compile(r"[a-z0-9][a-z0-9._-]{1,61}[a-z0-9]")
 
 
@@ -70,10 +71,7 @@ class BucketStore(Store):
 
         # No signal reaches Python inside obstore, so a call of one request is retried outside of it.
         # A call of many is retried inside too, or it would never end on a server that often fails.
-        try:
-            self._client = self._connect(service, bucket, 0, answer_seconds)
-        except BaseError as error:
-            raise _client_mistake(str(error), self.url) from None
+        self._client = self._connect(service, bucket, 0, answer_seconds)
         self._client_for_lists = self._connect(service, bucket, _RETRIES_INSIDE, answer_seconds)
         # A slow line needs time for a part of a file, but a server that is gone should not delay small requests.
         patient_seconds = max(_TRANSFER_SECONDS, answer_seconds)
@@ -98,6 +96,13 @@ class BucketStore(Store):
             "retry_timeout": timedelta(seconds=self._outage_seconds),
             "backoff": pauses,
         }
+        try:
+            return service.client(bucket, self._prefix or None, options, limits)
+        except BaseError as error:
+            if _NO_CERTIFICATES not in str(error) or not service.is_plain:
+                raise _client_mistake(str(error), self.url) from None
+        # obstore reads certificates even where none is ever needed; a small image may have none.
+        options["allow_invalid_certificates"] = True
         return service.client(bucket, self._prefix or None, options, limits)
 
     def put(self, key: str, data: bytes) -> None:
@@ -278,8 +283,7 @@ class BucketStore(Store):
 
 def _client_mistake(message: str, url: str) -> Mistake:
     """Explain why obstore refuses to make a client."""
-    # It reads certificates even for a server without TLS; a small image may have none.
-    if "No CA certificates" in message:
+    if _NO_CERTIFICATES in message:
         advice = "install the package ca-certificates, or set SSL_CERT_FILE to a file of them"
         return Mistake(f"{url}: this machine has no CA certificates; {advice}")
     reason = message.partition("\n")[0].partition(" error: ")[2] or "the client was refused"

@@ -46,6 +46,16 @@ class BucketService(ABC):
     endpoint: str | None
 
     @property
+    def is_plain(self) -> bool:
+        """True if no request of obstore goes over TLS: the server has none, and no other one is asked for keys."""
+        return self._has_keys and (self.endpoint or "").startswith("http://")
+
+    @property
+    @abstractmethod
+    def _has_keys(self) -> bool:
+        """True if this process hands obstore the keys."""
+
+    @property
     def key_source(self) -> str | None:
         """Name what gives this process keys that other machines do not find by themselves; None if it is not known."""
         return None
@@ -86,6 +96,10 @@ class S3Service(BucketService):
                 "(`aws configure export-credentials --profile NAME --format env` prints a profile's keys)"
             )
         return service
+
+    @property
+    def _has_keys(self) -> bool:
+        return self.keys is not None or self.sdk is not None
 
     @property
     def key_source(self) -> str | None:
@@ -171,6 +185,10 @@ class GoogleService(BucketService):
             )
         return cls(endpoint, token)
 
+    @property
+    def _has_keys(self) -> bool:
+        return self.token is not None
+
     def client(self, bucket: str, prefix: str | None, options: Any, retries: Any) -> BucketClient:
         config: GCSConfig = {}
         if self.endpoint is not None:
@@ -209,6 +227,10 @@ class AzureService(BucketService):
                 "or AZURE_USE_AZURE_CLI=true after `az login`"
             )
         return cls(account, endpoint, key, signature)
+
+    @property
+    def _has_keys(self) -> bool:
+        return self.key is not None or self.signature is not None
 
     def client(self, bucket: str, prefix: str | None, options: Any, retries: Any) -> BucketClient:
         config: AzureConfig = {"account_name": self.account}
