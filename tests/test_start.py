@@ -309,7 +309,8 @@ def test_a_program_may_be_written_as_it_is_started_by_hand(
     write_files(tmp_path, {"lib/train.py": b""})
     (tmp_path / "run.sh").chmod(0o755)
     loaded = load(tmp_path / "job.yaml", [f"store={tmp_path / 'store'}"])
-    assert (loaded.job.program, loaded.job.fleet.workers) == (runs, workers)
+    assert loaded.job.program is not None
+    assert (loaded.job.program.command, loaded.job.fleet.workers) == (runs, workers)
     assert "train.py" in dry_run(loaded).code.sizes
 
 

@@ -150,7 +150,7 @@ class Inheritance:
             yield lambda run: put_weights(run, directory, record)
 
     def _commit(self, files: Mapping[str, Path], run: Run) -> None:
-        commit(run, self.checkpoint.step, 0, self.checkpoint.score, files)
+        commit(run, self.checkpoint.step, 0, self.checkpoint.score, files, self.checkpoint.reached)
 
 
 def find_parent(name: CheckpointName, store: Store) -> Run:

@@ -81,7 +81,7 @@ def _without_launcher(loaded: LoadedJob) -> LoadedJob:
     job = loaded.job
     assert job.program is not None
     try:
-        found = without_launcher(job.program)
+        found = without_launcher(job.program.command)
     except Mistake as mistake:
         raise loaded.mistake("program", str(mistake)) from None
     workers, machines = found.workers, job.fleet.kind.machines
@@ -94,7 +94,8 @@ def _without_launcher(loaded: LoadedJob) -> LoadedJob:
     if "/" not in first and not first.endswith(".py") and (loaded.code / first).is_file():
         first = f"./{first}"  # otherwise it would be looked for on the path
     fleet = job.fleet.model_copy(update={"workers": job.fleet.workers or workers})
-    return replace(loaded, job=job.model_copy(update={"program": (first, *rest), "fleet": fleet}))
+    program = job.program.model_copy(update={"command": (first, *rest)})
+    return replace(loaded, job=job.model_copy(update={"program": program, "fleet": fleet}))
 
 
 def pack_data(loaded: LoadedJob, store: Store, progress: PackProgress, workers: Workers) -> Manifest | None:
@@ -489,7 +490,7 @@ def edited_since(run: Run, overrides: Sequence[str] = ()) -> str | None:
     try:
         edited = set() if text_of(directory / source.file) == source.text else {source.file}
         if run.job.has_own_code:
-            here = snapshot(directory / run.job.code, run.job.program or ()).archive
+            here = snapshot(directory / run.job.code, run.job.program_words).archive
             stored, current = ({file.name: file for file in files_of(data)} for data in (run.code, here))
             edited |= {name for name in stored | current if stored.get(name) != current.get(name)}
     except (Mistake, OSError):  # moved, or too large by now
@@ -597,9 +598,11 @@ def _code(loaded: LoadedJob) -> CodeSnapshot:
     if not loaded.job.has_own_code:
         data = loaded.text.encode()
         return CodeSnapshot(archive({"job.yaml": data}), {"job.yaml": len(data)}, {})
-    if program is not None and (fault := _program_fault(loaded, program[command_of(program) :])) is not None:
-        raise loaded.mistake("program", fault)
-    return snapshot(loaded.code, program or ())
+    if program is not None:
+        words = program.command[command_of(program.command) :]
+        if (fault := _program_fault(loaded, words)) is not None:
+            raise loaded.mistake("program", fault)
+    return snapshot(loaded.code, loaded.job.program_words)
 
 
 def _program_fault(loaded: LoadedJob, words: Sequence[str]) -> str | None:

@@ -125,14 +125,15 @@ def test_a_missing_script_is_refused(packtrain: Packtrain, tmp_path: Path) -> No
 
 @pytest.mark.usefixtures("processes")
 def test_a_dry_run_lists_the_code_and_the_commands_and_writes_nothing(packtrain: Packtrain, tmp_path: Path) -> None:
-    files = {"train.py": b"print(1)", ".env": b"KEY=1", "job.yaml": b"name: mine\nprogram: [train.py]\n"}
-    write_files(tmp_path, files)
+    job = b"name: mine\nprogram: {command: [train.py, --lr, '1'], resume: [--resume]}\n"
+    write_files(tmp_path, {"train.py": b"print(1)", ".env": b"KEY=1", "job.yaml": job})
     done = packtrain("run", "job.yaml", "--dry-run")
     assert (done.returncode, done.stderr) == (0, "")
     *listed, command = done.stdout.splitlines()
     assert listed == [
-        "code that the run stores (39 B)", "  job.yaml  31 B", "  train.py  8 B",
-        "left out", "  .env      may hold keys", "start on this machine",
+        "code that the run stores (81 B)", "  job.yaml  73 B", "  train.py  8 B",
+        "left out", "  .env      may hold keys",
+        "program", "  train.py --lr 1 (after a restore: --resume)", "start on this machine",
     ]  # fmt: skip
     assert f"-P -m packtrain node mine-1 --store {tmp_path}/store --code " in command
     assert not (tmp_path / "store").exists()

@@ -70,6 +70,16 @@ def test_show_and_the_list_say_what_was_set(directory_store: Store) -> None:
     assert "  seed=2, workers=2  " in lines["tuned-2"]
 
 
+def test_show_prints_the_last_warnings(directory_store: Store) -> None:
+    run = a_run(directory_store, "warned", "finished")
+    for number in range(4):
+        run.record_event("warning", f"look at {number}")
+    run.record_event("data", "staged corpus")
+    shown = command(directory_store, "show", "warned").output
+    assert re.findall(r"^warning +(.*)$", shown, re.MULTILINE) == ["look at 1", "look at 2", "look at 3"]
+    assert "staged" not in shown
+
+
 def test_the_list_has_no_column_of_settings_if_all_runs_of_a_job_have_the_same(directory_store: Store) -> None:
     for _ in range(2):
         a_run(directory_store, "same", "finished").put_source(JobSource("job.yaml", "", ("train.seed=1",)))

@@ -65,7 +65,7 @@ def test_everything_else_is_refused_with_the_reason_and_what_may_change(override
     assert said.startswith(f"--set {field}: cannot change in a run that exists: {reason}")
     assert said.endswith(
         "; start a new run (--from takes its weights), or set fleet, budget, train.duration, train.exact,"
-        " train.patience, train.profile, checkpoint, evaluate, data.stage, report"
+        " train.patience, train.profile, checkpoint, evaluate, data.stage, report, program.resume"
     )
     assert "\n" not in said
 
@@ -97,3 +97,9 @@ def test_a_program_may_move_but_has_no_duration() -> None:
     assert change.field == "fleet"
     with pytest.raises(Mistake, match=r"^--set train: applies to recipes only"):
         changed_job(stored(program_job()), ["train.duration=10 steps"])
+    job, [change] = changed_job(stored(program_job()), ["program.resume=[--resume]"])
+    assert (change.field, change.after) == ("program.resume", ["--resume"])
+    assert job.program is not None
+    assert (job.program.command, job.program.resume) == (("train.py",), ("--resume",))
+    with pytest.raises(Mistake, match=r"^--set program.command: cannot change in a run that exists: its code"):
+        changed_job(stored(program_job()), ["program=[other.py]"])

@@ -71,7 +71,7 @@ def test_the_job_of_a_recipe_is_typed_and_has_defaults() -> None:
 
 def test_the_job_of_a_program_has_no_recipe_sections() -> None:
     job = Job.model_validate(PROGRAM)
-    assert job.program == ("train.py", "--lr", "0.1")
+    assert job.program == jobs.ProgramSettings(command=("train.py", "--lr", "0.1"))
     assert [getattr(job, section) for section in ("data", "model", "train", "evaluate")] == [None] * 4
     assert job.checkpoint.keep_best == 0
 
@@ -258,6 +258,12 @@ def test_wrong_fields_of_a_recipe_are_refused_with_their_place(field: str, value
         ("program", ["a/../../b.py"], f"program.0: 'a/../../b.py' {OUTSIDE}"),
         ("program", ["-m", "x"], "program.0: must be the path of a script, not an option"),
         ("program", None, "recipe: is required, unless the job has a program"),
+        ("program", {"resume": ["--resume"]}, "program.command: is required"),
+        ("program", {"command": []}, "program.command: must name a script, such as [train.py]"),
+        ("program", {"command": ["/bin/sh"]}, f"program.command.0: '/bin/sh' {OUTSIDE}"),
+        ("program", {"command": ["a.py"], "resume": "--x"}, "program.resume: must be a list, not a string"),
+        ("program", {"command": ["a.py"], "resume": [1]}, "program.resume.0: must be a string, not an integer; put it"
+         " in quotes"),
     ],
 )  # fmt: skip
 def test_wrong_fields_of_a_program_are_refused_with_their_place(field: str, value: object, refusal: str) -> None:

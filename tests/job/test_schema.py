@@ -77,6 +77,7 @@ def test_what_loads_is_valid(overrides: list[str], schema: dict[str, Any]) -> No
         "program: [train.py]\ndata: {corpus: /data/corpus}\noutputs: [out/]\ncheckpoint: {every: 1 min}",
         "program: [python, -m, lib]\ndata: [/a, s3://bucket/b]",
         "program: [train.py]\ndata: /a\ntrain:",
+        "program: {command: [train.py, --lr, '1'], resume: [--init_from=resume]}",
         "recipe: mine:Recipe\ndata: {train: {folder: a.jsonl}}\nmodel: {size: huge, layers: 3}\n"
         "train: {duration: 1 h, batch: 2 samples, schedule: {constant: {rate: 1}}}",
         "data: {train: {bitext: a.tsv, columns: [2, 1]}}",

@@ -97,7 +97,6 @@ def test_a_program_can_be_given_its_directories_as_arguments() -> None:
     )
     found = with_places(program, {"PACKTRAIN_CHECKPOINTS": "/here", "HOME": "/home"})
     assert found == ("train.py", "--out=/here/run", "${PACKTRAIN_DATA}", "$PACKTRAIN_CHECKPOINTS_OLD", "$HOME")
-    assert with_places(None, {}) is None
 
 
 def test_the_environment_of_workers_names_the_run_and_its_directories(directory_store: Store, tmp_path: Path) -> None:

@@ -24,6 +24,7 @@ from packtrain.node.metrics import (
     open_event_files,
     parse_line,
 )
+from packtrain.run.checkpoint import FORMAT, Checkpoint
 from packtrain.run.records import Generation, Point, decode
 from packtrain.run.run import Run
 from packtrain.store import Store, StoreError
@@ -245,6 +246,43 @@ def test_calls_without_a_step_continue_after_a_restart(begun: Begun) -> None:
     log(begin(2), None, loss=2.0)
     metrics.flush()
     assert {step: one["loss"] for step, one in values(run.metrics()).items()} == {0: 1.0, 1: 1.0, 2: 2.0}
+
+
+def a_checkpoint(reached: int | None) -> Checkpoint:
+    return Checkpoint(FORMAT, "x", 1, 1, None, (), reached)
+
+
+@pytest.mark.parametrize(
+    ("steps", "warned"),
+    [
+        ({"loss": 1}, "'loss' is at step 1 again, after step 60"),
+        ({"loss": 30}, "'loss' is at step 30 again, after step 60"),
+        ({"epoch loss": 1}, "'epoch loss' is at step 1 again, after step 3"),
+        ({"loss": 31}, None),
+        ({"loss": 0, "epoch loss": 3}, None),  # before it has read its checkpoint
+        ({"epoch loss": 4, "new": 1}, None),
+    ],
+)
+def test_a_program_that_starts_from_the_beginning_after_a_restore_is_warned_about_once(
+    directory_store: Store, tmp_path: Path, steps: dict[str, int], warned: str | None
+) -> None:
+    """Each name counts in its own way; what came after the checkpoint does not count."""
+    told = Told()
+    metrics = ProgramMetrics(new_run(directory_store), [tmp_path / "code"], told)
+    before, after = Control(tmp_path / "before"), Control(tmp_path / "after")
+    metrics.begin(a_generation(1), before, lambda: None)
+    reached = [metrics.reached]
+    log(before, *range(101), loss=1.0)
+    log(before, 3, **{"epoch loss": 1.0})
+    metrics.flush()
+    reached.append(metrics.reached)
+    metrics.begin(a_resumed_generation(2), after, lambda: None, a_checkpoint(reached=60))
+    for name, step in steps.items():
+        log(after, step, **{name: 1.0})
+    metrics.flush()
+    assert [*reached, metrics.reached] == [None, 100, max(steps.values())]
+    said = [text.partition("the program did not resume: ")[2].partition(";")[0] for _, text in told]
+    assert said == ([] if warned is None else [warned])
 
 
 def test_event_files_of_this_generation_are_read_and_those_from_before_are_not(begun: Begun, tmp_path: Path) -> None:

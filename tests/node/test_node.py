@@ -217,6 +217,32 @@ def test_a_stop_commits_what_the_program_last_wrote_and_resume_restores_it(machi
     assert machine.processes() == []
 
 
+# As nanoGPT: it starts from scratch unless it is told to resume, and fails once.
+RESUMES = """
+import os, pathlib, sys
+from packtrain import log
+state = pathlib.Path(os.environ["PACKTRAIN_CHECKPOINTS"]) / "state"
+first = int(state.read_text()) if sys.argv[1:] == ["--init_from=resume"] else 0
+for step in range(first + 1, first + 21):
+    log(loss=1 / step, step=step)
+state.write_text(str(step))
+sys.exit(os.environ["PACKTRAIN_GENERATION"] == "1")
+"""
+
+
+@pytest.mark.usefixtures("processes")
+@pytest.mark.parametrize("resume", [[], ["--init_from=resume"]])
+def test_a_program_that_resumes_only_if_it_is_told_to_is_told_after_a_restore(
+    machine: Machine, resume: list[str]
+) -> None:
+    run = machine.run_of(RESUMES, program={"command": ["train.py"], "resume": resume})
+    assert machine.exit_code(machine.start(run)) == EXIT_DONE
+    assert [point.step for point in run.metrics() if point.is_step] == list(range(1, 41 if resume else 21))
+    warned = [event.text for event in run.events().read() if event.text.startswith("the program did not resume")]
+    assert len(warned) == (0 if resume else 1)
+    assert [checkpoint.reached for checkpoint in committed(run)] == ([20, 40] if resume else [20, 20])
+
+
 @pytest.mark.usefixtures("processes")
 def test_a_preempted_machine_commits_and_leaves_the_run_unfinished(machine: Machine) -> None:
     run = machine.run_of(WORK)

@@ -9,11 +9,12 @@ from pathlib import Path
 import pytest
 
 from packtrain.job.job import CheckpointSettings
-from packtrain.node.program import ProgramCheckpoints
+from packtrain.node.metrics import ProgramMetrics
+from packtrain.node.program import ProgramCheckpoints, resume_arguments
 from packtrain.run.checkpoint import Superseded, committed, fetch
 from packtrain.run.run import Run
 from packtrain.store import Store
-from parts.runs import a_generation, new_run, read_files, write_files
+from parts.runs import a_generation, new_run, program_job, read_files, write_files
 
 
 class Told(list[tuple[str, str]]):
@@ -188,6 +189,92 @@ def test_only_the_last_few_commits_are_kept_and_numbers_increase(directory_store
         os.utime(tmp_path / "ckpt" / "a", (number, number))
         keeping.commit(generation=1 + number // 3)
     assert [one.step for one in committed(run)] == [4, 5]
+
+
+class Logging(ProgramMetrics):
+    """A program that has logged steps up to `at`."""
+
+    at: int | None = None
+
+    @property
+    def reached(self) -> int | None:
+        return self.at
+
+
+def test_commits_of_a_program_that_started_again_push_out_none_that_is_farther(
+    directory_store: Store, tmp_path: Path
+) -> None:
+    run, directory = new_run(directory_store), tmp_path / "ckpt"
+    metrics = Logging(run, [], Told())
+    settings = CheckpointSettings.model_validate({"keep_best": 0, "keep_last": 2})
+
+    def at(generation: int, *steps: int) -> list[tuple[int, int | None]]:
+        keeping = ProgramCheckpoints(run, directory, settings, Told(), metrics=metrics)
+        keeping.restore(generation, is_first=True)
+        for step in steps:
+            metrics.at = step
+            write_files(directory, {"a": f"{generation} {step}".encode()})
+            keeping.commit(generation)
+        return [(one.step, one.reached) for one in committed(run)]
+
+    assert at(1, 100, 200, 300) == [(2, 200), (3, 300)]
+    assert at(2, 10, 20, 30) == [(2, 200), (3, 300), (5, 20), (6, 30)]
+    assert at(3, 5, 250) == [(3, 300), (7, 5), (8, 250)]
+    assert at(4, 310, 320) == [(9, 310), (10, 320)]
+
+
+def test_what_a_program_without_steps_was_restored_from_stays(directory_store: Store, tmp_path: Path) -> None:
+    run, directory = new_run(directory_store), tmp_path / "ckpt"
+    for generation, kept in ((1, [2, 3]), (2, [3, 5, 6]), (3, [6, 8, 9])):
+        keeping = checkpoints(run, directory, keep_last=2)
+        keeping.restore(generation, is_first=True)
+        for number in range(3):
+            write_files(directory, {"a": f"{generation} {number}".encode()})
+            keeping.commit(generation)
+        assert [one.step for one in committed(run)] == kept
+
+
+PLACE = "$PACKTRAIN_CHECKPOINTS"
+
+
+@pytest.mark.parametrize(
+    ("words", "expected", "absent"),
+    [
+        (["--init_from=resume"], ["--init_from=resume"], None),
+        (["--resume", f"{PLACE}/run/last.pt"], ["--resume", "HERE/run/last.pt"], None),
+        (["--path=${PACKTRAIN_CHECKPOINTS}/checkpoint-*"], ["--path=HERE/checkpoint-1000"], None),
+        ([f"{PLACE}/*/last.pt", PLACE], ["HERE/run/last.pt", PLACE], None),
+        (["--resume", f"{PLACE}/none-*.pt"], [], "none-*.pt"),
+        (["--resume", f"{PLACE}/**x"], [], "**x"),
+        (["$PACKTRAIN_CHECKPOINTS_OLD/x"], ["$PACKTRAIN_CHECKPOINTS_OLD/x"], None),
+    ],
+)
+def test_arguments_to_resume_name_files_of_the_restored_checkpoint(
+    tmp_path: Path, words: list[str], expected: list[str], absent: str | None
+) -> None:
+    write_files(tmp_path, {"run/last.pt": b"", "checkpoint-900/x": b"", "checkpoint-1000/x": b""})
+    assert resume_arguments(words, tmp_path) == (
+        tuple(word.replace("HERE", str(tmp_path)) for word in expected),
+        absent,
+    )
+
+
+def test_arguments_to_resume_are_added_only_after_a_restore(directory_store: Store, tmp_path: Path) -> None:
+    program = {"command": ["train.py"], "resume": ["--resume", f"{PLACE}/last.pt"]}
+    run, told = new_run(directory_store, program_job(program=program)), Told()
+    keeping = checkpoints(run, tmp_path / "ckpt", told)
+    keeping.restore(1, is_first=True)
+    resume = [keeping.resume]
+    write_files(tmp_path / "ckpt", {"config": b"c"})
+    keeping.commit(1)
+    keeping.restore(2, is_first=True)
+    resume.append(keeping.resume)
+    assert told[-1] == ("warning", "checkpoint 1 has no last.pt: program.resume is not used")
+    write_files(tmp_path / "ckpt", {"last.pt": b"1"})
+    keeping.commit(2)
+    keeping.restore(3, is_first=True)
+    assert [*resume, keeping.resume] == [(), (), ("--resume", str(tmp_path / "ckpt/last.pt"))]
+    assert told[-1][1] == f"restored checkpoint 2; the program is started with --resume {PLACE}/last.pt"
 
 
 def test_a_superseded_generation_commits_nothing(directory_store: Store, tmp_path: Path) -> None:

@@ -187,7 +187,7 @@ def _about(review: CodeReview) -> Iterator[str]:
         yield f"  {kind}{change.name} ({show_bytes(change.size)})"
     if len(review.changes) > _SHOWN_FILES:
         yield f"  and {len(review.changes) - _SHOWN_FILES} more"
-    yield f"It runs: {job.recipe or ' '.join(job.program or ())}"
+    yield f"It runs: {job.recipe if job.program is None else job.program.in_words}"
     yield f"Fleet: {job.fleet.model_dump_json(exclude_defaults=True)}"
     if job.report.mlflow is not None:
         yield f"MLflow, which gets your keys for it: {job.report.mlflow}"

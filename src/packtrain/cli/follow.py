@@ -59,6 +59,7 @@ _PLAIN_BAR = str.maketrans("━╌", "#-")
 _SHOWN_SCORES, _LINE_WIDTH = 20, 79  # of a program, which may log hundreds of numbers
 _LABEL_WIDTH = 24  # a score may have any name, and must not push all others to the right
 _LOG_LINE_SECONDS = 5.0
+_SHOWN_WARNINGS = 3  # the last ones, in the summary of a run
 _HISTORY_LINES, _HISTORY_CHUNKS = 20, 50  # of a run that is followed from its middle
 
 
@@ -497,7 +498,8 @@ def _how_it_ended(node: StartedNode) -> str:
     return f"exited with code {code} ({lines[-1] if lines else 'no output'})"
 
 
-def print_summary(screen: Screen, run: Run, summary: Summary) -> None:
+def print_summary(screen: Screen, run: Run, summary: Summary, events: Sequence[Event] = ()) -> None:
+    """Print what is known of a run, with the last warnings among the events."""
     rows: list[tuple[str, *tuple[Part, ...]]] = [
         ("run", (summary.run, "bold"), f"  {summary.outcome}"),
         ("job", summary.description),
@@ -520,6 +522,8 @@ def print_summary(screen: Screen, run: Run, summary: Summary) -> None:
         if machine.working:
             use = f"CPU {machine.cpu_fraction:.0%}, memory {machine.memory_fraction:.0%}"
             rows.append(("machine", f"{machine.node}: {counted(machine.workers, 'worker')}, {use}"))
+    warnings = [event.text for event in events if event.kind == "warning"]
+    rows += [("warning", text) for text in warnings[-_SHOWN_WARNINGS:]]
     if run.store.exists(run.key("report.html")):
         rows.append(("report", report_url(run)))
     width = min(_LABEL_WIDTH, max(len(label) for label, *_ in rows))

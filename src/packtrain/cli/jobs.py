@@ -259,6 +259,9 @@ def _print_dry_run(loaded: LoadedJob) -> None:
         screen.say_lines(f"  {name:<{width}}  {why}" for name, why in found.code.left_out.items())
     if found.note is not None:
         screen.say(("note", "dim"), f"  {found.note}")
+    if loaded.job.program is not None:
+        screen.say("program")
+        screen.say(f"  {loaded.job.program.in_words}")
     for plan in found.plans:
         passed = f" with the variables {', '.join(plan.variables)}" if plan.variables else ""
         screen.say(f"start on {plan.machine}{passed}")

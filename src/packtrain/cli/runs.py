@@ -263,11 +263,11 @@ def show(
 
         sys.exit(watch(run))
     summary = summarize(run, state_of(run))
+    events = sorted(run.events().read(), key=lambda event: event.time)
     if as_json:
-        events = sorted(run.events().read(), key=lambda event: event.time)
         print_json({**asdict(summary), **asdict(about(run)), "events": [asdict(event) for event in events]})
     else:
-        print_summary(console(), run, summary)
+        print_summary(console(), run, summary, events)
     # Looking at a healthy run is a success, although the run is not finished.
     sys.exit(0 if summary.state == "running" else EXIT_CODES[summary.state])
 

@@ -21,7 +21,7 @@ from packtrain.job.load import apply_overrides
 _DECIDES = ("recipe", "program", "environment", "model", "train")  # beside the data and the code
 MAY_CHANGE = (
     "fleet", "budget", "train.duration", "train.exact", "train.patience", "train.profile", "checkpoint", "evaluate",
-    "data.stage", "report",
+    "data.stage", "report", "program.resume",
 )  # fmt: skip
 
 # Why not, by the longest part of the field's name that is listed here.

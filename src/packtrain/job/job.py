@@ -66,6 +66,7 @@ from packtrain.job.part import (
     Variable,
     WorkerCount,
     code_path_fault,
+    faults,
     input_path_fault,
     matching,
     must_be,
@@ -538,6 +539,25 @@ _RECIPE_SECTIONS = ("data", "model", "train", "evaluate")
 _SECTIONS = (*_RECIPE_SECTIONS, "checkpoint", "fleet", "budget", "report")
 
 
+class ProgramSettings(Part):
+    """The command of a program, and arguments that follow it once a checkpoint was restored."""
+
+    command: tuple[Argument, ...]
+    resume: tuple[Argument, ...] = ()
+
+    @property
+    def in_words(self) -> str:
+        return " ".join(self.command) + (f" (after a restore: {' '.join(self.resume)})" if self.resume else "")
+
+    def faults(self) -> Iterator[tuple[Location, str]]:
+        if not self.command:
+            yield ("command",), "must name a script, such as [train.py]"
+        elif self.command[0].startswith("-"):
+            yield ("command", 0), "must be the path of a script, not an option"
+        elif fault := code_path_fault(self.command[0]):
+            yield ("command", 0), fault
+
+
 class Job(Part):
     """A recipe with its data, or any program, and how to run it. A job with data alone can be packed, but not run.
 
@@ -553,7 +573,7 @@ class Job(Part):
 
     name: Name
     recipe: RecipeName | None = None
-    program: tuple[Argument, ...] | None = None
+    program: ProgramSettings | None = None
     store: StorePath = "./store"
     code: CodePath = "."
     environment: tuple[Variable, ...] = ()
@@ -578,11 +598,22 @@ class Job(Part):
         """True if it runs a program or a recipe of the user's own, and not only code of Packtrain."""
         return self.program is not None or (self.recipe is not None and ":" in self.recipe)
 
+    @property
+    def program_words(self) -> tuple[str, ...]:
+        """Everything that the program's command may name a file of the code with."""
+        return () if self.program is None else (*self.program.command, *self.program.resume)
+
     @classmethod
     def arrange(cls, given: dict[str, Any], problems: list[InitErrorDetails]) -> dict[str, Any]:
         # `train:` with nothing below it is null in YAML, and means the defaults.
         given = {key: value for key, value in expand(given).items() if value is not None or key not in _SECTIONS}
         recipe, program = given.get("recipe") is not None, given.get("program") is not None
+        if program and not isinstance(given["program"], (Mapping, ProgramSettings)):  # the command alone
+            try:
+                given["program"] = ProgramSettings(command=given["program"])
+            except ValidationError as error:
+                given["program"] = None
+                problems += [problem(text, "program", *location[1:]) for location, text, _ in faults(error)]
         if recipe and program:
             problems.append(problem("a job has a recipe or a program, not both", "program"))
         elif recipe:
@@ -620,12 +651,6 @@ class Job(Part):
             yield ("weights",), _RECIPES_ONLY
         if self.program is None or self.recipe is not None:
             return
-        if not self.program:
-            yield ("program",), "must name a script, such as [train.py]"
-        elif self.program[0].startswith("-"):
-            yield ("program", 0), "must be the path of a script, not an option"
-        elif fault := code_path_fault(self.program[0]):
-            yield ("program", 0), fault
         if self.checkpoint.every == "auto" or self.checkpoint.every.unit != "seconds":
             yield ("checkpoint", "every"), "must be a time for a program, such as '5 min'"
         if self.checkpoint.keep_best or self.checkpoint.best_by:

@@ -22,6 +22,7 @@ from packtrain.job.job import (
     FleetSettings,
     Job,
     ModelSettings,
+    ProgramSettings,
     RandAugmentSettings,
     RateScale,
     ReportSettings,
@@ -54,6 +55,7 @@ _WITHIN: Mapping[str, tuple[type[Part], str]] = {
     "AugmentSettings": (AugmentSettings, "train.augment"),
     "RandAugmentSettings": (RandAugmentSettings, "train.randaugment"),
     "RateScale": (RateScale, "train.scale_rate"),
+    "ProgramSettings": (ProgramSettings, "program"),
 }
 _STORED = ("origin", "inputs", "parent")  # fields of a run's job that a job file does not have
 _PLAIN = {"type": ["string", "number", "boolean"]}
@@ -83,6 +85,8 @@ def job_schema(recipes: Mapping[str, type[RecipeFacts]] | Mapping[str, RecipeFac
     properties["data"] = {"description": texts["job", "data"]}
     own = {"type": "string", "pattern": properties["recipe"]["anyOf"][0]["pattern"]}
     properties["recipe"] |= {"anyOf": [{"enum": list(recipes)}, own, {"type": "null"}]}
+    command = ProgramSettings.model_json_schema(mode="validation")["properties"]["command"]
+    properties["program"]["anyOf"].insert(0, _completed(command, is_schema=True))  # the command alone
     families = {name: _kinds(words, texts, name) for words, name in _FAMILIES.values()}
     named = {"source": _source(texts), "inputs": _inputs(), **_within(texts)}
     none = {"type": "null"}
@@ -96,7 +100,7 @@ def job_schema(recipes: Mapping[str, type[RecipeFacts]] | Mapping[str, RecipeFac
         "required": ["name"],
         "additionalProperties": False,
         "anyOf": [{"required": [name]} for name in ("recipe", "program", "data")],
-        "if": {"required": ["program"], "properties": {"program": {"type": "array"}}},
+        "if": {"required": ["program"], "properties": {"program": {"type": ["array", "object"]}}},
         "then": {"properties": of_program},
         "else": {"properties": {"data": _ref("data")}, "required": ["data"], "allOf": rules},
         "$defs": {**sections, **families, **named, **_nested(texts)},

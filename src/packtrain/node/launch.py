@@ -108,13 +108,11 @@ def launcher_arguments(generation: Generation, rank: int, program: tuple[str, ..
     return [*arguments, "--no-python", *words]
 
 
-def with_places(program: tuple[str, ...] | None, environment: Mapping[str, str]) -> tuple[str, ...] | None:
+def with_places(program: tuple[str, ...], environment: Mapping[str, str]) -> tuple[str, ...]:
     """Return a program with the paths of its directories instead of their variables, such as $PACKTRAIN_CHECKPOINTS.
 
     There is no shell that would do it. Everything else that a shell would replace stays as it is.
     """
-    if program is None:
-        return None
     return tuple(
         _PLACE.sub(lambda match: environment.get(match[1] or match[2], match[0]), argument) for argument in program
     )
@@ -196,13 +194,19 @@ class Launchers:
         with suppress(OSError):  # if it fails, the next launch starts one
             self.server = self.server or self._start()
 
-    def launch(self, generation: Generation, rank: int, directories: Directories) -> Launch:
-        """Have a launcher started. If the server dies before, the launch looks like a failed one, with its log."""
+    def launch(
+        self, generation: Generation, rank: int, directories: Directories, resume: tuple[str, ...] = ()
+    ) -> Launch:
+        """Have a launcher started; `resume` are arguments that follow a program's own.
+
+        If the server dies before, the launch looks like a failed one, with its log.
+        """
         environment = worker_environment(self._run, generation, rank, directories, self._inherited)
-        program = with_places(self._run.job.program, environment)
+        program = self._run.job.program
+        command = None if program is None else with_places((*program.command, *resume), environment)
         log = directories.logs / LAUNCHER_LOG
         work: Work = {
-            "arguments": launcher_arguments(generation, rank, program, directories.logs),
+            "arguments": launcher_arguments(generation, rank, command, directories.logs),
             "environment": environment,
             "log": str(log),
         }

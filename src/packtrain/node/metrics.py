@@ -19,6 +19,7 @@ from pathlib import Path
 import psutil
 
 from packtrain.node.event_file import EventFile, Scalar
+from packtrain.run.checkpoint import Checkpoint
 from packtrain.run.chunks import ChunkWriter
 from packtrain.run.records import MAX_NUMBER, MAX_SECONDS, DamagedRecord, Generation, Point, TellEvent
 from packtrain.run.run import Run, worker_writer
@@ -28,6 +29,7 @@ MAX_NAMES = 1000
 """Of a run's numbers. Each is a curve: a program that makes a new name at every step wants something else."""
 _NAME_LENGTH = 200
 _KEPT_NUMBERS = 2_000_000  # of all names; beyond its share, only every second, fourth, ... of a name is kept
+_COMPARED = 1000  # steps from before a restart: names that are logged less often are not compared
 _OPEN_STEPS = 10_000  # that more numbers may still arrive for
 _READ_BYTES = 8 << 20
 _MAX_TIME = 1e11  # of a clock that is not broken
@@ -69,11 +71,16 @@ class _NumberShare:
 
 @dataclass
 class NumberTable:
-    """Collects numbers by step. A step that gets more of them later is told again, with all that it has."""
+    """Collects numbers by step. A step that gets more of them later is told again, with all that it has.
+
+    `before` has the last step of each name in what the program has resumed from.
+    """
 
     generation: int
     last_step: int
     tell: TellEvent
+    before: dict[str, int] = field(default_factory=dict)
+    reached: int | None = None  # of the steps that the program names
     _steps: dict[int, tuple[float, dict[str, float]]] = field(default_factory=dict)
     _new: set[int] = field(default_factory=set)
     _shares: dict[str, _NumberShare] = field(default_factory=dict)
@@ -84,11 +91,26 @@ class NumberTable:
         step = self.last_step + 1 if logged.step is None else logged.step
         if logged.values:
             self.last_step = step
+        if logged.step is not None and logged.values:
+            self.reached = max(step, self.reached or 0)
+            self._compare(step, logged.values)
         if kept:
             now = logged.time if 0 <= logged.time <= _MAX_TIME else time.time()  # also if it is not a number
             moment, known = self._steps.get(step, (now, {}))
             self._steps[step] = (max(moment, now), {**known, **kept})
             self._new.add(step)
+
+    def _compare(self, step: int, names: Iterable[str]) -> None:
+        """Warn if a program that was to resume counts from the beginning; each name may have a counter of its own."""
+        for name in names if step > 0 else ():  # step 0: see `_new_points`
+            before = self.before.pop(name, 0)
+            if step <= before / 2:
+                self.before.clear()
+                self.tell(
+                    "warning",
+                    f"the program did not resume: {name!r} is at step {step:,} again, after step {before:,}; older"
+                    " checkpoints are kept; name the arguments that make it resume in program.resume",
+                )
 
     def _is_kept(self, name: str, value: float) -> bool:
         share = self._shares.get(name)
@@ -137,18 +159,35 @@ class ProgramMetrics:
         self._source: _Source | None = None
         self._writers: list[ChunkWriter[Point]] = []
 
-    def begin(self, generation: Generation, control: Control, launcher: Callable[[], int | None]) -> None:
+    def begin(
+        self,
+        generation: Generation,
+        control: Control,
+        launcher: Callable[[], int | None],
+        restored: Checkpoint | None = None,
+    ) -> None:
         """Read from now on what this generation writes; the checkpoint is restored, and no worker runs yet."""
         with self._lock:
             if self._source is not None and self._source.generation == generation:  # a launch that is tried again
                 return
             self._collect(is_last=True)
-            last = -1
+            points: list[Point] = []
             with suppress(DamagedRecord):
-                last = max((point.step for point in self._run.recent_points(1, False) if point.is_step), default=-1)
-            table = NumberTable(generation.number, last, self._tell)
+                points = [point for point in self._run.recent_points(_COMPARED, False) if point.is_step]
+            before: dict[str, int] = {}
+            if restored is not None:
+                most = math.inf if restored.reached is None else restored.reached
+                before = {name: point.step for point in points if point.step <= most for name in point.values}
+            last = points[-1].step if points else -1
+            table = NumberTable(generation.number, last, self._tell, before)
             self._source = _Source(generation, control.numbers, self._folders, table, launcher)
             self._writers.append(self._run.point_writer(worker_writer(generation.number, 0)))
+
+    @property
+    def reached(self) -> int | None:
+        """The highest step that the program has named in this generation."""
+        with self._lock:
+            return None if self._source is None else self._source.table.reached
 
     def flush(self, is_last: bool = False) -> None:
         """Put what is new; `is_last` after the workers have exited, when all files are complete."""
@@ -178,7 +217,7 @@ class _Source:
         launcher: Callable[[], int | None],
     ) -> None:
         self.generation, self._lines, self._folders = generation, lines, tuple(folders)
-        self._table, self._launcher = table, launcher
+        self.table, self._launcher = table, launcher
         self._offset = 0
         self._has_begun = False
         # Of an earlier generation: its numbers are known.
@@ -189,17 +228,17 @@ class _Source:
 
     def read(self, is_last: bool) -> Iterator[Point]:
         for logged in self._logged():
-            self._table.add(logged)
-            if self._table.num_new >= _OPEN_STEPS:
+            self.table.add(logged)
+            if self.table.num_new >= _OPEN_STEPS:
                 yield from self._new_points()
         for scalar, folder in self._scalars(is_last):
             owner = self._owners.setdefault(scalar.tag, folder)
             name = scalar.tag if owner == folder else f"{folder.name}/{scalar.tag}"
-            self._table.add(Logged(scalar.step, scalar.time, {name: scalar.value}))
+            self.table.add(Logged(scalar.step, scalar.time, {name: scalar.value}))
         yield from self._new_points()
 
     def _new_points(self) -> Iterator[Point]:
-        for point in self._table.take():
+        for point in self.table.take():
             # A program that resumes may log something at step 0 before it has read its checkpoint, as the first time.
             if point.step == 0 and self.generation.step > 0:
                 continue

@@ -349,9 +349,12 @@ class Node:
                 group.restoring = None
                 if group.is_first:
                     self.metrics.begin(
-                        generation, group.control, lambda: group.launch.server_pid if group.launch else None
+                        generation,
+                        group.control,
+                        lambda: group.launch.server_pid if group.launch else None,
+                        self.program.restored,
                     )
-            group.launch = self.launchers.launch(generation, group.rank, group.directories)
+            group.launch = self.launchers.launch(generation, group.rank, group.directories, self.program.resume)
         except OSError as error:
             self._cannot_start(generation, error)
             return

@@ -1,28 +1,33 @@
 """The checkpoint directory of a user's own program: committed to the store and restored from it.
 
 The program may write its files there at any time; only those of the first machine, which has rank 0, are committed. A
-commit is a copy during which no file changed.
+commit is a copy during which no file changed. A program that resumes only if it is told to gets the job's
+`program.resume` after a restore.
 """
 
 from __future__ import annotations
 
 import math
+import re
 import shutil
 import tempfile
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
+from contextlib import suppress
 from pathlib import Path
 
 from packtrain.job.job import CheckpointSettings
 from packtrain.node.metrics import ProgramMetrics
 from packtrain.node.workspace import Fingerprint, Workspace, fingerprint
-from packtrain.run.checkpoint import commit, committed, fetch_newest, prune
+from packtrain.run.checkpoint import Checkpoint, commit, committed, fetch_newest, prune
 from packtrain.run.records import TellEvent
 from packtrain.run.run import Run
+from packtrain.train.control import CHECKPOINTS_VARIABLE
 from packtrain.units import counted
 
 _TRIES = 5  # to copy the directory between two writes of the program
+_IN_CHECKPOINTS = re.compile(rf"\$(?:\{{{CHECKPOINTS_VARIABLE}\}}|{CHECKPOINTS_VARIABLE})/+(.+)")
 
 
 class ProgramCheckpoints:
@@ -41,6 +46,8 @@ class ProgramCheckpoints:
         self._committed: Fingerprint = {}
         self._last = clock()
         self._restoring = threading.Lock()
+        self.restored: Checkpoint | None = None
+        self.resume: tuple[str, ...] = ()  # arguments that follow the program's own at the next start
 
     def restore(self, generation: int, is_first: bool) -> None:
         """Restore the directory as it was last committed; empty for a new run."""
@@ -54,10 +61,18 @@ class ProgramCheckpoints:
     def _restore(self) -> None:
         shutil.rmtree(self._directory, ignore_errors=True)
         self._directory.mkdir(parents=True)
-        found = fetch_newest(self._run, self._directory, lambda text: self._tell("warning", text))
+        self.restored = fetch_newest(self._run, self._directory, lambda text: self._tell("warning", text))
         self._committed = fingerprint(self._directory)
-        if found is not None:
-            self._tell("restored", f"restored checkpoint {found.step}")
+        self.resume = ()
+        if self.restored is None:
+            return
+        program = self._run.job.program
+        words = program.resume if program is not None else ()
+        self.resume, absent = resume_arguments(words, self._directory)
+        added = f"; the program is started with {' '.join(words)}" if self.resume else ""
+        self._tell("restored", f"restored checkpoint {self.restored.step}{added}")
+        if absent is not None:
+            self._tell("warning", f"checkpoint {self.restored.step} has no {absent}: program.resume is not used")
 
     def hurry(self) -> None:
         """Make the next commit due now."""
@@ -116,7 +131,35 @@ class ProgramCheckpoints:
     def _put(self, copy: Path, state: Fingerprint, generation: int) -> None:
         # A program does not report its steps: its checkpoints are numbered.
         number = 1 + max((one.step for one in committed(self._run)), default=0)
-        checkpoint = commit(self._run, number, generation, None, {file: copy / file for file in state})
+        reached = None if self._metrics is None else self._metrics.reached
+        checkpoint = commit(self._run, number, generation, None, {file: copy / file for file in state}, reached)
         self._committed = state
         self._tell("checkpoint", f"committed checkpoint {checkpoint.step} ({counted(len(state), 'file')})")
-        prune(self._run, self._settings.keep_last, 0)
+        restored = self.restored
+        # If the program does not log its steps, nobody knows whether this commit is as far as what it resumed from.
+        is_unclear = restored is not None and (reached is None or restored.reached is None)
+        prune(self._run, self._settings.keep_last, 0, restored.name if restored and is_unclear else None)
+
+
+def resume_arguments(words: Iterable[str], directory: Path) -> tuple[tuple[str, ...], str | None]:
+    """Return the arguments with paths in the checkpoint directory; none, and a path that is not there, if one is not.
+
+    Of the files that a path with wildcards matches, the last counts: checkpoint-1000 comes after checkpoint-900.
+    """
+    arguments = []
+    for word in words:
+        path = _IN_CHECKPOINTS.search(word)
+        if path is None:
+            arguments.append(word)
+            continue
+        matches: list[Path] = []
+        with suppress(ValueError):  # no pattern at all, such as `**x`
+            matches = sorted(directory.glob(path[1]), key=_by_numbers)
+        if not matches:
+            return (), path[1]
+        arguments.append(f"{word[: path.start()]}{matches[-1]}")
+    return tuple(arguments), None
+
+
+def _by_numbers(path: Path) -> list[tuple[int, str]]:
+    return [(int(part), "") if part.isdecimal() else (-1, part) for part in re.split(r"(\d+)", str(path))]

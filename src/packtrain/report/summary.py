@@ -200,7 +200,7 @@ def _overview_fields(
         "run": run.name,
         "state": state,
         "reason": result.reason[:_MAX_TEXT] if result else "",
-        "description": " ".join(job.program)[:_MAX_TEXT]
+        "description": job.program.in_words[:_MAX_TEXT]
         if job.program is not None
         else f"{job.recipe} {job.model.size}, {job.train.duration}, {job.train.batch} per batch"
         + (f", {job.data.share} held out to validate" if job.data.held_out else ""),

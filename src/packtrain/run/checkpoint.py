@@ -43,7 +43,10 @@ class StoredFile:
 
 @dataclass(frozen=True)
 class Checkpoint:
-    """A manifest. `score` is what keep_best compares: higher is better."""
+    """A manifest. `score` is what keep_best compares: higher is better.
+
+    `step` of a program's checkpoint is its number; `reached` is the step that the program had logged by then.
+    """
 
     format: Count
     name: FileName
@@ -51,6 +54,7 @@ class Checkpoint:
     generation: Count
     score: float | None
     files: Many[StoredFile]
+    reached: Count | None = None
 
 
 def checkpoint_name(step: int, generation: int) -> str:
@@ -64,10 +68,12 @@ def generation_of(name: str) -> int | None:
     return int(parts[1]) if len(parts) == 3 and parts[1].isdigit() else None
 
 
-def commit(run: Run, step: int, generation: int, score: float | None, files: Mapping[str, Path]) -> Checkpoint:
+def commit(
+    run: Run, step: int, generation: int, score: float | None, files: Mapping[str, Path], reached: int | None = None
+) -> Checkpoint:
     """Put the files and then the manifest, unless a newer generation has started meanwhile."""
     name = checkpoint_name(step, generation)
-    checkpoint = Checkpoint(FORMAT, name, step, generation, score, put_files(run, name, files))
+    checkpoint = Checkpoint(FORMAT, name, step, generation, score, put_files(run, name, files), reached)
     put_manifest(run, checkpoint)
     return checkpoint
 
@@ -244,13 +250,19 @@ def superfluous(checkpoints: list[Checkpoint], keep_last: int, keep_best: int) -
     """Return the checkpoints that no rule keeps, given those of `committed`. Those of another format stay."""
     newest = checkpoints[-max(1, keep_last) :]  # always one: a run must be able to resume
     scored = sorted(filter(is_scored, checkpoints), key=_merit, reverse=True)
-    kept = {one.name for one in [*newest, *scored[:keep_best]]}
+    # Of a program that did not resume, but started again, the newest are not the farthest.
+    farthest = sorted(
+        (one for one in checkpoints if one.reached is not None), key=lambda one: one.reached or 0, reverse=True
+    )
+    kept = {one.name for one in [*newest, *scored[:keep_best], *farthest[: max(1, keep_last)]]}
     return [one for one in checkpoints if one.name not in kept and one.format == FORMAT]
 
 
-def prune(run: Run, keep_last: int, keep_best: int) -> None:
-    """Delete what no rule keeps. Listing reads the newest manifest back first."""
+def prune(run: Run, keep_last: int, keep_best: int, spared: str | None = None) -> None:
+    """Delete what no rule keeps, except the one of that name. Listing reads the newest manifest back first."""
     for checkpoint in superfluous(committed(run), keep_last, keep_best):
+        if checkpoint.name == spared:
+            continue
         run.store.delete(manifest_key(run, checkpoint.name))  # first: without it the checkpoint does not exist
         for file in checkpoint.files:
             run.store.delete(file_key(run, checkpoint.name, file.name))
