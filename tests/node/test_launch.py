@@ -14,6 +14,7 @@ import psutil
 import pytest
 
 import packtrain.train
+from packtrain.node import launch as launch_module
 from packtrain.node.address import interface_of
 from packtrain.node.causes import LastOutput
 from packtrain.node.launch import (
@@ -192,9 +193,9 @@ class NodeLaunchers:
         body = "def main(arguments):\n" + textwrap.indent(script, "    ")
         (self._package / "run.py").write_text(ready + body)
 
-    def launchers(self, name: str) -> Launchers:
+    def launchers(self, name: str, **variables: str) -> Launchers:
         (self.directory / name / "code").mkdir(parents=True)
-        environment = {**os.environ, "PYTHONPATH": str(self.packages)}
+        environment = {**os.environ, "PYTHONPATH": str(self.packages), **variables}
         self._made.append(Launchers(self.run, self.directory / name, 1, environment))
         return self._made[-1]
 
@@ -447,6 +448,67 @@ def test_a_server_that_died_while_it_waited_is_replaced(nodes: NodeLaunchers) ->
     dead.wait()
     _, parents = nodes.launch(launchers)
     assert parents != [dead.pid]
+
+
+# A server that does not answer.
+
+
+SAYS_PARENT = "import os; print(os.getppid(), flush=True)"
+
+
+def assert_is_replaced(server: int, launchers: Launchers, nodes: NodeLaunchers) -> None:
+    """The launch that failed says why, and the next one has another server."""
+    assert (
+        "TimeoutError: the fork server of this machine did not answer"
+        in last_output(nodes.directory / "node/logs-1").launcher
+    )
+    assert still_there([server]) == []
+    nodes.does(SAYS_PARENT)
+    launch, [parent] = nodes.launch(launchers, generation=2)
+    assert parent != server
+    assert launch.wait(90) == 0
+
+
+@pytest.mark.usefixtures("processes")
+@pytest.mark.parametrize("ends", ["by itself", "killed"])
+def test_a_server_that_does_not_tell_how_its_launcher_ended_is_replaced(
+    nodes: NodeLaunchers, ends: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(launch_module, "ANSWER_SECONDS", 0.5)
+    monkeypatch.setattr(launch_module, "KILL_SECONDS", 0.5)
+    nodes.does("import os, time; print(os.getpid(), flush=True); time.sleep(600)")
+    launchers = nodes.launchers("node")
+    launch, [launcher] = nodes.launch(launchers)
+    assert launch.poll() is None
+    os.kill(launch.server_pid, signal.SIGSTOP)
+    if ends == "killed":
+        launch.kill()
+    else:
+        os.kill(launcher, signal.SIGKILL)
+    assert launch.wait(90) == -signal.SIGKILL
+    assert_is_replaced(launch.server_pid, launchers, nodes)
+
+
+@pytest.mark.usefixtures("processes")
+@pytest.mark.parametrize("work_bytes", [0, 100_000], ids=["less than a pipe holds", "more than a pipe holds"])
+def test_a_server_that_does_not_take_work_is_replaced(
+    nodes: NodeLaunchers, work_bytes: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    nodes.does(SAYS_PARENT)
+    launchers = nodes.launchers("node", PADDING="x" * work_bytes)
+    launchers.prepare()
+    until(lambda: nodes.is_ready("node"))
+    assert launchers.server is not None
+    server = launchers.server.pid
+    os.kill(server, signal.SIGSTOP)
+    home = nodes.directory / "node"
+    (home / "logs-1").mkdir()
+    directories = Directories(home / "logs-1", home / "control", home / "checkpoints")
+    with monkeypatch.context() as impatient:
+        impatient.setattr(launch_module, "START_SECONDS", 0.5)
+        launch = launchers.launch(a_generation(1, "a"), 0, directories)
+        assert launch.wait(90) == -signal.SIGKILL
+    assert_is_replaced(server, launchers, nodes)
 
 
 @pytest.mark.usefixtures("processes")

@@ -47,8 +47,11 @@ from packtrain.train.control import (
 )
 
 LAUNCHER_LOG = "launcher.log"
+START_SECONDS = 600.0  # for a fork server to import torch, from a slow disk, and to answer for the first time ...
+ANSWER_SECONDS = 30.0  # ... and for it to answer later, or to take a line
 _WORKER = Path(packtrain.train.__file__).with_name("__main__.py")
-_KILL_WAIT_SECONDS = 5.0
+KILL_SECONDS = 5.0
+_LOOK_SECONDS = 1.0  # between two looks whether an answer is overdue
 _EXEC_SECONDS = 2.0  # from a process's start to its environment, on a busy machine
 _PIPE_BYTES = 4096  # the answers are two short lines
 _TAIL_BYTES = 8192  # of each log: enough for the last traceback
@@ -213,25 +216,20 @@ class Launchers:
         # A launcher that outlived its kill, in a system call that does not return, keeps its server waiting.
         if self._latest is not None and self._latest.poll() is None:
             self.close()
-        if self.server is not None and self.server.poll() is not None:  # it died while it waited
-            self.close()
+        if self.server is not None and (self.server.poll() is not None or _is_discarded(self.server)):
+            self.close()  # it died while it waited, or did not answer
+        is_new = self.server is None or self._latest is None
         server = self.server = self.server or self._start()
         if self._log.exists():  # of this server's start, which the first launch is part of
             self._log.rename(log)
-        assert server.stdin is not None
-        with suppress(BrokenPipeError):
-            server.stdin.write(json.dumps(work).encode() + b"\n")
-            server.stdin.flush()
-        self._latest = Launch(server, self._mark, str(directories.control))
+        seconds = START_SECONDS if is_new else ANSWER_SECONDS
+        self._latest = Launch(server, self._mark, str(directories.control), log, seconds)
+        self._latest.send(json.dumps(work).encode() + b"\n")
         return self._latest
 
     def close(self) -> None:
         if self.server is not None:
-            _kill(self.server)
-            for pipe in (self.server.stdin, self.server.stdout):
-                assert pipe is not None
-                with suppress(BrokenPipeError):
-                    pipe.close()
+            _discard(self.server)
             self.server = None
 
     @property
@@ -251,8 +249,9 @@ class Launchers:
                 start_new_session=True,  # signals of the terminal are for the node, which stops the workers in order
                 preexec_fn=_end_with_node,  # noqa: PLW1509 - before any thread of the child
             )
-        assert server.stdout is not None
-        os.set_blocking(server.stdout.fileno(), False)
+        for pipe in (server.stdin, server.stdout):
+            assert pipe is not None
+            os.set_blocking(pipe.fileno(), False)
         return server
 
 
@@ -260,10 +259,14 @@ class Launch:
     """The launcher of one generation and its workers. All of them descend from the fork server.
 
     A mark in their environment finds orphans: what was forked has the server's, what was executed has its own.
+
+    A server that is stopped answers nothing, as does one whose launcher outlives its kill. The launch then fails, the
+    `log` says why, and the server is discarded. The first answer may take `seconds`.
     """
 
-    def __init__(self, server: subprocess.Popen[bytes], server_mark: str, mark: str) -> None:
-        self._server, self._marks = server, (server_mark, mark)
+    def __init__(self, server: subprocess.Popen[bytes], server_mark: str, mark: str, log: Path, seconds: float) -> None:
+        self._server, self._marks, self._log = server, (server_mark, mark), log
+        self._answer_seconds, self._owes_since = seconds, time.monotonic()
         self._launcher: psutil.Process | None = None
         self._answers = b""
         self._code: int | None = None
@@ -272,6 +275,17 @@ class Launch:
     @property
     def server_pid(self) -> int:
         return self._server.pid
+
+    def send(self, work: bytes) -> None:
+        assert self._server.stdin is not None
+        deadline = time.monotonic() + self._answer_seconds
+        with suppress(BrokenPipeError):
+            while work:
+                # Much fits into the pipe of a server that does not read.
+                if not select.select([], [self._server.stdin], [], max(0.0, deadline - time.monotonic()))[1]:
+                    self._give_up()
+                    return
+                work = work[os.write(self._server.stdin.fileno(), work) :]
 
     def poll(self) -> int | None:
         """Return the launcher's exit code, or None while it runs; the server's, if that died."""
@@ -284,15 +298,29 @@ class Launch:
         while self._code is None:
             left = max(0.0, deadline - time.monotonic())
             try:
-                has_answer = bool(select.select([self._server.stdout], [], [], left)[0])
+                has_answer = bool(select.select([self._server.stdout], [], [], min(left, _LOOK_SECONDS))[0])
             except (OSError, ValueError):  # closed: the server was killed, because it or its launcher did not end
                 self._code = -signal.SIGKILL
                 break
             if has_answer:
                 self._read_answers()
+            elif self._owes_answer():
+                self._give_up()
             elif left == 0.0:
                 break
         return self._code
+
+    def _owes_answer(self) -> bool:
+        """True if the server has not told the launcher's process id, or after its end the exit code, for too long."""
+        now = time.monotonic()
+        if self._launcher is not None and _is_alive(self._launcher):
+            self._owes_since, self._answer_seconds = now, ANSWER_SECONDS
+        return now - self._owes_since > self._answer_seconds
+
+    def _give_up(self) -> None:
+        with suppress(OSError), self._log.open("a", encoding="utf-8") as log:
+            print("TimeoutError: the fork server of this machine did not answer, and was replaced", file=log)
+        _discard(self._server)
 
     def _read_answers(self) -> None:
         assert self._server.stdout is not None
@@ -329,7 +357,8 @@ class Launch:
         if self.poll() is None and self._launcher is None:  # the server must not fork it a moment later
             _kill(self._server)
         _kill_all(self._family)
-        self.wait(_KILL_WAIT_SECONDS)
+        if self.wait(KILL_SECONDS) is None:
+            self._give_up()
 
     def _family(self) -> list[psutil.Process]:
         """Return the launcher, all descendants and orphans. The launcher first: it would report each worker's death."""
@@ -345,7 +374,26 @@ def _kill(server: subprocess.Popen[bytes]) -> None:
     """Kill a fork server; a launcher of it gets SIGTERM."""
     server.kill()
     with suppress(subprocess.TimeoutExpired):
-        server.wait(_KILL_WAIT_SECONDS)
+        server.wait(KILL_SECONDS)
+
+
+def _discard(server: subprocess.Popen[bytes]) -> None:
+    """Kill a fork server and close its pipes: even if it survives, in a system call, nobody waits for it any longer."""
+    _kill(server)
+    for pipe in (server.stdin, server.stdout):
+        assert pipe is not None
+        with suppress(BrokenPipeError):
+            pipe.close()
+
+
+def _is_discarded(server: subprocess.Popen[bytes]) -> bool:
+    return server.stdin is not None and server.stdin.closed
+
+
+def _is_alive(process: psutil.Process) -> bool:
+    with suppress(psutil.NoSuchProcess):
+        return process.status() != psutil.STATUS_ZOMBIE
+    return False
 
 
 def last_output(logs: Path) -> LastOutput:
@@ -375,7 +423,7 @@ def _kill_all(find: Callable[[], list[psutil.Process]]) -> None:
                 process.kill()
         killed.update(family)
     # A process blocked in the kernel, as on a dead network mount, ends only when the kernel call returns.
-    psutil.wait_procs(killed, timeout=_KILL_WAIT_SECONDS)
+    psutil.wait_procs(killed, timeout=KILL_SECONDS)
 
 
 def _marked(is_ours: Callable[[str], bool]) -> list[psutil.Process]:
