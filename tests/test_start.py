@@ -294,7 +294,7 @@ def test_a_running_run_is_not_changed(directory_store: Store, monkeypatch: pytes
 @pytest.mark.parametrize(
     ("program", "runs", "workers"),
     [
-        ("[torchrun, --nproc_per_node=2, train.py, a]", ("train.py", "a"), 2),
+        ("[torchrun, --nproc_per_node=2, train.py, a]", ("torchrun", "train.py", "a"), 2),
         ("[accelerate, launch, --num_processes, '2', -m, lib.train]", ("python", "-m", "lib.train"), 2),
         ("[python, -u, train.py]", ("python", "-u", "train.py"), None),
         ("[run.sh]", ("./run.sh",), None),
@@ -333,6 +333,36 @@ def test_a_program_that_cannot_start_is_refused_before_anything_is_created(
     with pytest.raises(Mistake) as refused:
         dry_run(load(tmp_path / "job.yaml", [f"store={tmp_path / 'store'}"]))
     assert str(refused.value).startswith(f"{tmp_path}/job.yaml:2: program: {fault.format(tmp_path)}")
+
+
+@pytest.fixture
+def below(processes: None, tmp_path: Path) -> Path:
+    """A job whose code is the directory above its own."""
+    job = (
+        f"name: mine\nprogram: [train.py]\nstore: {tmp_path / 'store'}\ncode: ..\ndirectory: project\noutputs: [out/]\n"
+    )
+    write_files(tmp_path / "work", {"project/job.yaml": job.encode(), "project/train.py": b"", "data/words": b"a"})
+    return tmp_path / "work" / "project" / "job.yaml"
+
+
+def test_a_directory_above_the_job_file_may_be_the_code(below: Path, directory_store: Store) -> None:
+    loaded = load(below)
+    assert sorted(dry_run(loaded).code.sizes) == ["data/words", "project/job.yaml", "project/train.py"]
+    assert loaded.job.outputs == ("project/out",)
+    elsewhere = prepare(loaded, directory_store, PlainProgress(lambda _: None)).document
+    assert (elsewhere["code"], elsewhere["directory"], elsewhere["outputs"]) == (".", "project", ["out/"])
+
+
+def test_code_that_lacks_the_directory_or_has_the_whole_home_is_refused(
+    below: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with pytest.raises(Mistake, match=r"^--set directory: there is no directory .*/work/no$"):
+        dry_run(load(below, ["directory=no"]))
+    with pytest.raises(Mistake, match=r"job.yaml:2: program: there is no file .*/work/train.py$"):
+        dry_run(load(below, ["directory=."]))
+    monkeypatch.setenv("HOME", str(below.parent.parent))
+    with pytest.raises(Mistake, match=r"job.yaml:4: code: .*/work has your home directory; name a smaller one"):
+        dry_run(load(below))
 
 
 @pytest.mark.usefixtures("no_aws", "processes")

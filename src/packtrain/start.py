@@ -12,7 +12,7 @@ from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack, suppress
 from dataclasses import dataclass, replace
 from importlib.util import find_spec
-from pathlib import Path
+from pathlib import Path, PurePosixPath
 from typing import Any
 
 from packtrain.data.order import NO_SAMPLES, draws
@@ -90,11 +90,11 @@ def _without_launcher(loaded: LoadedJob) -> LoadedJob:
             fault = f"{found.launcher} has {found.total} workers in all, for {machines} machines"
             raise loaded.mistake("program", f"{fault}; set fleet.workers, the number on each machine")
         workers = found.total // machines.most
-    first, *rest = found.program
-    if "/" not in first and not first.endswith(".py") and (loaded.code / first).is_file():
-        first = f"./{first}"  # otherwise it would be looked for on the path
+    words, place = list(found.program), command_of(found.program)
+    if "/" not in words[place] and not words[place].endswith(".py") and (loaded.place / words[place]).is_file():
+        words[place] = f"./{words[place]}"  # otherwise it would be looked for on the path
     fleet = job.fleet.model_copy(update={"workers": job.fleet.workers or workers})
-    program = job.program.model_copy(update={"command": (first, *rest)})
+    program = job.program.model_copy(update={"command": tuple(words)})
     return replace(loaded, job=job.model_copy(update={"program": program, "fleet": fleet}))
 
 
@@ -312,6 +312,8 @@ def prepare(loaded: LoadedJob, store: Store, progress: PackProgress) -> Prepared
         raise loaded.mistake("weights", "names a run that may not be there; remove it, and copy the run there instead")
     code = _code(loaded)
     document = {**loaded.document.data, "store": "./store"}
+    if ".." in PurePosixPath(loaded.job.code).parts:  # there, nothing is above the job file
+        document["code"] = "."
     named = _model_files(loaded)
     if named:
         options = _stored_options(loaded, store, _local_files(loaded, store, progress.say))
@@ -490,7 +492,7 @@ def edited_since(run: Run, overrides: Sequence[str] = ()) -> str | None:
     try:
         edited = set() if text_of(directory / source.file) == source.text else {source.file}
         if run.job.has_own_code:
-            here = snapshot(directory / run.job.code, run.job.program_words).archive
+            here = snapshot(directory / run.job.code, run.job.named_paths).archive
             stored, current = ({file.name: file for file in files_of(data)} for data in (run.code, here))
             edited |= {name for name in stored | current if stored.get(name) != current.get(name)}
     except (Mistake, OSError):  # moved, or too large by now
@@ -587,8 +589,8 @@ def _check_can_run(loaded: LoadedJob) -> None:
 
 
 def _require_torch(job: Job) -> None:
-    # `find_spec` does not import torch, which would take seconds.
-    if fleet_of(job.fleet.kind).trains_here and find_spec("torch") is None:
+    # `find_spec` does not import torch, which would take seconds. A program may have no use for it.
+    if job.program is None and fleet_of(job.fleet.kind).trains_here and find_spec("torch") is None:
         raise Mistake(f"training on this machine needs torch; run `{install_command('train')}`")
 
 
@@ -598,11 +600,15 @@ def _code(loaded: LoadedJob) -> CodeSnapshot:
     if not loaded.job.has_own_code:
         data = loaded.text.encode()
         return CodeSnapshot(archive({"job.yaml": data}), {"job.yaml": len(data)}, {})
+    if loaded.code != loaded.directory and Path.home().is_relative_to(loaded.code):
+        raise loaded.mistake("code", f"{loaded.code} has your home directory; name a smaller one")
     if program is not None:
+        if not loaded.place.is_dir():
+            raise loaded.mistake("directory", f"there is no directory {loaded.place}")
         words = program.command[command_of(program.command) :]
         if (fault := _program_fault(loaded, words)) is not None:
             raise loaded.mistake("program", fault)
-    return snapshot(loaded.code, loaded.job.program_words)
+    return snapshot(loaded.code, loaded.job.named_paths)
 
 
 def _program_fault(loaded: LoadedJob, words: Sequence[str]) -> str | None:
@@ -615,15 +621,15 @@ def _program_fault(loaded: LoadedJob, words: Sequence[str]) -> str | None:
         if not arguments:
             return "Python has no script to run; write [train.py], or [python, -m, module]"
         if arguments[0] == "-m" and len(arguments) > 1:
-            place = loaded.code.joinpath(*arguments[1].split("."))
+            place = loaded.place.joinpath(*arguments[1].split("."))
             known = place.is_dir() or place.with_suffix(".py").is_file()
             if is_here and not known and find_spec(arguments[1].split(".")[0]) is None:
-                return f"there is no module {arguments[1]} in {loaded.code}, and none is installed"
+                return f"there is no module {arguments[1]} in {loaded.place}, and none is installed"
             return None
         command = arguments[0]
         if command in ("-c", "-m"):
             return None
-    path = loaded.code / command
+    path = loaded.place / command
     if command.endswith(".py") or "/" in command:
         if not path.is_file():
             return f"there is no file {path}"

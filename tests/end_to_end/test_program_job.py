@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -10,7 +11,9 @@ import pytest
 
 import packtrain as pt
 from packtrain.errors import Mistake
+from packtrain.run.checkpoint import fetch_newest
 from packtrain.store import open_store
+from parts.runs import read_files, write_files
 
 
 @pytest.fixture
@@ -48,3 +51,43 @@ def test_the_example_runs_under_packtrain_from_python(example: Path, monkeypatch
     assert any(key.endswith("/model.safetensors") for key in committed)
     with pytest.raises(Mistake, match="runs a program"):
         run.predict(["x"])
+
+
+# A Python in which torch is not installed.
+NO_TORCH = """
+import sys
+from importlib.machinery import PathFinder
+
+class WithoutTorch(PathFinder):
+    @classmethod
+    def find_spec(cls, name, *arguments):
+        return None if name.partition(".")[0] == "torch" else super().find_spec(name, *arguments)
+
+sys.meta_path = [WithoutTorch if finder is PathFinder else finder for finder in sys.meta_path]
+"""
+COUNT_WORDS = """#!/bin/sh
+if python -c 'import torch' 2>/dev/null; then echo 'torch is there'; exit 9; fi
+if [ -n "${RANK+set}" ]; then echo 'it has a rank'; exit 9; fi
+mkdir -p out
+wc -w < "$1" > out/words
+echo done > "$PACKTRAIN_CHECKPOINTS/state"
+"""
+
+
+def test_a_program_in_any_language_needs_no_torch_and_may_read_beside_its_directory(
+    processes: None, tmp_path: Path
+) -> None:
+    job = "name: words\nprogram: [./count.sh, ../data/words.txt]\ncode: ..\ndirectory: project\noutputs: [out/]\n"
+    write_files(tmp_path, {"python/sitecustomize.py": NO_TORCH.encode()})
+    files = {"project/job.yaml": job, "project/count.sh": COUNT_WORDS, "data/words.txt": "a b c", ".gitignore": "data/"}
+    write_files(tmp_path / "work", {name: text.encode() for name, text in files.items()})
+    (tmp_path / "work" / "project" / "count.sh").chmod(0o755)
+    environment = {**os.environ, "PYTHONPATH": str(tmp_path / "python"), "PACKTRAIN_CACHE": str(tmp_path / "cache")}
+    command = [sys.executable, "-m", "packtrain", "run", "job.yaml", "--set", f"store={tmp_path / 'store'}"]
+    done = subprocess.run(command, cwd=tmp_path / "work" / "project", env=environment, capture_output=True, text=True)
+    assert done.returncode == 0, done.stdout + done.stderr
+    run = pt.open("words", str(tmp_path / "store"))
+    fetch_newest(run._run, tmp_path / "back", pytest.fail)
+    assert read_files(tmp_path / "back") == {"state": b"done\n"}
+    store = open_store(str(tmp_path / "store"))
+    assert store.get("runs/words-1/outputs/project/out/words").split() == [b"3"]

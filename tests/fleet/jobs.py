@@ -41,7 +41,7 @@ from pathlib import Path
 
 kept = Path(os.environ["PACKTRAIN_CHECKPOINTS"]) / "count"
 count = int(kept.read_text()) if kept.exists() else 0
-rank, ranks = os.environ["RANK"], os.environ["WORLD_SIZE"]
+rank, ranks = os.environ.get("RANK", "0"), os.environ.get("WORLD_SIZE", "1")
 print("rank", rank, "of", ranks, "from", count, os.environ.get("SECRET", ""), flush=True)
 while not count or not kept.exists():
     count += 1

@@ -423,7 +423,7 @@ from pathlib import Path
 lines = [" ".join(one.info["cmdline"] or []) for one in psutil.process_iter(["cmdline"])]
 seen = [line for line in lines if os.environ["SECRET"] in line]
 own = [name for name in os.environ if name.startswith("SL_")]
-print(os.environ["RANK"], "of", os.environ["WORLD_SIZE"], seen, own, flush=True)
+print(os.environ.get("RANK", "0"), "of", os.environ.get("WORLD_SIZE", "1"), seen, own, flush=True)
 while not Path("END").exists():
     time.sleep(0.1)
 """

@@ -170,7 +170,8 @@ def test_two_hosts_start_without_the_third_and_secrets_reach_them_without_being_
         "secrets = [os.environ['AWS_SECRET_ACCESS_KEY'], os.environ['SECRET']]\n"
         "lines = [' '.join(one.info['cmdline'] or []) for one in psutil.process_iter(['cmdline'])]\n"
         "seen = [line for line in lines if any(secret in line for secret in secrets)]\n"
-        "print(os.environ['RANK'], 'of', os.environ['WORLD_SIZE'], [*map(len, secrets)], seen, flush=True)\n"
+        "place = os.environ.get('RANK', '0'), 'of', os.environ.get('WORLD_SIZE', '1')\n"
+        "print(*place, [*map(len, secrets)], seen, flush=True)\n"
     )
     with bucket_on(network) as server:
         server.enter(monkeypatch)

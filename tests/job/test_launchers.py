@@ -3,7 +3,7 @@ from __future__ import annotations
 import pytest
 
 from packtrain.errors import Mistake
-from packtrain.job.launchers import LaunchedProgram, without_launcher
+from packtrain.job.launchers import LaunchedProgram, asks_for_rank, command_of, without_launcher
 
 
 @pytest.mark.parametrize(
@@ -12,12 +12,12 @@ from packtrain.job.launchers import LaunchedProgram, without_launcher
         ("train.py --lr 0.1", "train.py --lr 0.1", None, None),
         ("python -m foo --x 1", "python -m foo --x 1", None, None),
         ("./train.sh -x", "./train.sh -x", None, None),
-        ("torchrun --standalone --nproc_per_node=2 train.py --nnodes 3", "train.py --nnodes 3", 2, None),
-        ("torchrun --nnodes 1:4 --nproc-per-node gpu --rdzv_backend c10d train.py", "train.py", None, None),
-        ("torchrun --nproc-per-node 2 -m foo.train a", "python -m foo.train a", 2, None),
-        ("torchrun --no-python ./train.sh a", "./train.sh a", None, None),
-        ("python -m torch.distributed.run --nproc_per_node 4 train.py", "train.py", 4, None),
-        ("python3 -m torch.distributed.launch --use_env train.py", "train.py", None, None),
+        ("torchrun --standalone --nproc_per_node=2 train.py --nnodes 3", "torchrun train.py --nnodes 3", 2, None),
+        ("torchrun --nnodes 1:4 --nproc-per-node gpu --rdzv_backend c10d train.py", "torchrun train.py", None, None),
+        ("torchrun --nproc-per-node 2 -m foo.train a", "torchrun python -m foo.train a", 2, None),
+        ("torchrun --no-python ./train.sh a", "torchrun ./train.sh a", None, None),
+        ("python -m torch.distributed.run --nproc_per_node 4 train.py", "torchrun train.py", 4, None),
+        ("python3 -m torch.distributed.launch --use_env train.py", "torchrun train.py", None, None),
         ("accelerate launch --num_processes 8 --multi_gpu train.py a", "train.py a", None, 8),
         ("accelerate launch --mixed_precision=bf16 --cpu train.py",
          "env ACCELERATE_MIXED_PRECISION=bf16 ACCELERATE_USE_CPU=true python train.py", None, None),
@@ -25,7 +25,7 @@ from packtrain.job.launchers import LaunchedProgram, without_launcher
          "env ACCELERATE_DYNAMO_BACKEND=INDUCTOR python -m foo", None, None),
         ("accelerate config", "accelerate config", None, None),
         ("deepspeed --num_gpus 4 --master_port 29501 train.py --deepspeed ds.json",
-         "train.py --deepspeed ds.json", 4, None),
+         "torchrun train.py --deepspeed ds.json", 4, None),
     ],
 )  # fmt: skip
 def test_a_launcher_is_read_and_left_out(written: str, program: str, workers: int | None, total: int | None) -> None:
@@ -35,6 +35,20 @@ def test_a_launcher_is_read_and_left_out(written: str, program: str, workers: in
 
 def test_a_program_without_a_launcher_stays_as_it_is() -> None:
     assert without_launcher(["train.py", "torchrun"]) == LaunchedProgram(("train.py", "torchrun"))
+
+
+@pytest.mark.parametrize(
+    ("program", "command", "asks"),
+    [("train.py a", 0, False), ("env A=b python a.py", 2, False), ("torchrun train.py", 1, True),
+     ("torchrun env A=b python a.py", 3, True), ("env torchrun", 1, False)],
+)  # fmt: skip
+def test_the_command_comes_after_what_says_how_to_start_it(program: str, command: int, asks: bool) -> None:
+    assert (command_of(program.split()), asks_for_rank(program.split())) == (command, asks)
+
+
+def test_a_program_that_was_read_once_is_read_again_as_it_is() -> None:
+    once = without_launcher(["torchrun", "--nproc-per-node", "2", "-m", "foo", "a"])
+    assert without_launcher(once.program).program == once.program
 
 
 @pytest.mark.parametrize(

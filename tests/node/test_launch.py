@@ -7,7 +7,9 @@ import subprocess
 import sys
 import textwrap
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass
 from pathlib import Path
 
 import psutil
@@ -16,7 +18,7 @@ import pytest
 import packtrain.train
 from packtrain.node import launch as launch_module
 from packtrain.node.address import interface_of
-from packtrain.node.causes import LastOutput
+from packtrain.node.causes import LastOutput, why_they_ended
 from packtrain.node.launch import (
     Directories,
     Launch,
@@ -24,6 +26,7 @@ from packtrain.node.launch import (
     free_port,
     last_output,
     launcher_arguments,
+    rank_variables,
     with_places,
     worker_environment,
 )
@@ -73,6 +76,8 @@ def options(arguments: list[str]) -> Iterator[tuple[str, str]]:
         (("./train.sh", "-x"), ["--no-python", "./train.sh", "-x"]),
         (("python", "-m", "train"), ["--no-python", sys.executable, "-m", "train"]),
         (("env", "A=b", "python3.11", "a.py"), ["--no-python", "env", "A=b", sys.executable, "a.py"]),
+        (("torchrun", "train.py", "-x"), ["train.py", "-x"]),
+        (("torchrun", "env", "A=b", "python", "a.py"), ["--no-python", "env", "A=b", sys.executable, "a.py"]),
     ],
 )
 def test_a_program_is_started_with_its_arguments_unchanged(program: tuple[str, ...], started: list[str]) -> None:
@@ -223,7 +228,7 @@ class NodeLaunchers:
 
 @pytest.fixture
 def nodes(directory_store: Store, tmp_path: Path) -> Iterator[NodeLaunchers]:
-    made = NodeLaunchers(new_run(directory_store), tmp_path)
+    made = NodeLaunchers(new_run(directory_store, program_job(program=["torchrun", "train.py"])), tmp_path)
     yield made
     made.close()
 
@@ -610,3 +615,135 @@ def test_the_last_output_is_of_the_launcher_and_every_worker(tmp_path: Path) -> 
     assert said.workers == "MemoryError"
     assert len(said.launcher) < 20_000
     assert last_output(tmp_path / "nothing") == LastOutput()
+
+
+# Programs that are started without torch.
+
+RANKS = ("RANK", "LOCAL_RANK", "GROUP_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
+
+
+@dataclass
+class PlainProgram:
+    """A shell script, started on a machine whose Python has no torch, or has no use for it."""
+
+    launchers: Launchers
+    directories: Directories
+    workers: int
+
+    def launch(self) -> Launch:
+        return self.launchers.launch(a_generation(1, "a", workers=self.workers), 0, self.directories)
+
+    def said(self, worker: int = 0) -> str:
+        return (self.directories.logs / str(worker) / "stdout.log").read_text()
+
+
+@pytest.fixture
+def plain(directory_store: Store, tmp_path: Path) -> Iterator[Callable[..., PlainProgram]]:
+    with ExitStack() as started:
+
+        def make(script: str, workers: int = 1, program: Sequence[str] = ("./it.sh",)) -> PlainProgram:
+            job = program_job(program=list(program), directory="below", fleet={"local": {}, "workers": workers})
+            directories = directories_in(tmp_path)
+            (tmp_path / "code" / "below").mkdir()
+            path = tmp_path / "code" / "below" / "it.sh"
+            path.write_text(f"#!/bin/sh\n{script}\n")
+            path.chmod(0o755)
+            launchers = Launchers(new_run(directory_store, job), tmp_path, workers, os.environ)
+            started.callback(launchers.close)
+            return PlainProgram(launchers, directories, workers)
+
+        yield make
+
+
+def without_torch(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("packtrain.node.launch.find_spec", lambda _: None)
+
+
+@pytest.mark.usefixtures("processes")
+def test_a_single_worker_is_started_as_by_hand(plain: Callable[..., PlainProgram]) -> None:
+    program = plain("env; basename $PWD")
+    assert program.launch().wait(60) == 0
+    *variables, place = program.said().splitlines()
+    assert place == "below"
+    names = {line.partition("=")[0] for line in variables}
+    assert {"PACKTRAIN_RUN", "PACKTRAIN_CHECKPOINTS"} <= names
+    assert not [name for name in names if name in RANKS or name.startswith("TORCHELASTIC_")]
+
+
+@pytest.mark.usefixtures("processes")
+@pytest.mark.parametrize(("program", "workers"), [(("torchrun", "./it.sh"), 1), (("./it.sh",), 2)])
+def test_several_workers_have_ranks_and_a_single_one_if_it_asks(
+    plain: Callable[..., PlainProgram], monkeypatch: pytest.MonkeyPatch, program: tuple[str, ...], workers: int
+) -> None:
+    without_torch(monkeypatch)
+    asking = plain("echo $RANK $LOCAL_RANK $WORLD_SIZE $LOCAL_WORLD_SIZE $MASTER_ADDR", workers, program)
+    assert asking.launch().wait(60) == 0
+    for worker in range(workers):
+        assert asking.said(worker) == f"{worker} {worker} {workers} {workers} 127.0.0.1\n"
+
+
+def test_torch_starts_what_has_ranks_where_it_is_installed(directory_store: Store, tmp_path: Path) -> None:
+    for number, (program, fleet, workers, is_plain) in enumerate(
+        [
+            ("train.py", {}, 1, True),
+            ("torchrun train.py", {}, 1, False),
+            ("train.py", {"local": {"machines": "1..2"}}, 1, False),  # there may be more later
+            ("train.py", {}, 2, False),
+        ]
+    ):
+        run = new_run(directory_store, program_job(f"job{number}", program=program.split(), fleet=fleet))
+        command = Launchers(run, tmp_path, workers, {})._command
+        assert ("--plain" in command) == is_plain, program
+
+
+def test_ranks_continue_on_the_next_machine() -> None:
+    assert [(one["RANK"], one["LOCAL_RANK"]) for one in rank_variables(TWO_MACHINES, 1)] == [
+        ("2", "0"), ("3", "1"), ("4", "2"), ("5", "3"),
+    ]  # fmt: skip
+    assert rank_variables(TWO_MACHINES, 0)[1] == {
+        "RANK": "1", "LOCAL_RANK": "1", "WORLD_SIZE": "6", "LOCAL_WORLD_SIZE": "2", "GROUP_WORLD_SIZE": "2",
+        "GROUP_RANK": "0", "MASTER_ADDR": "10.0.0.1", "MASTER_PORT": "29501",
+    }  # fmt: skip
+
+
+@pytest.mark.usefixtures("processes")
+def test_the_others_are_asked_to_end_when_a_worker_fails(
+    plain: Callable[..., PlainProgram], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    without_torch(monkeypatch)
+    both = "trap 'echo asked; exit' TERM; touch $RANK.up; until [ -e 0.up ] && [ -e 1.up ]; do sleep 0.02; done"
+    program = plain(f"{both}; [ $RANK = 0 ] || exit 3; while :; do sleep 0.02; done", 2)
+    assert program.launch().wait(60) == 1
+    assert program.said(0) == "asked\n"
+    report = why_they_ended(1, 1, [], last_output(program.directories.logs), 0)
+    assert (report.cause, report.text) == ("program", "the program exited with code 3; see `packtrain logs`")
+
+
+@pytest.mark.usefixtures("processes")
+@pytest.mark.parametrize(
+    ("script", "program", "cause", "text"),
+    [
+        ("kill -9 $$", "./it.sh", "program", "rank 0 was killed (SIGKILL)"),
+        ("kill -11 $$", "./it.sh", "program", "rank 0 was killed (SIGSEGV)"),
+        ("echo 'bad option' >&2; exit 2", "./it.sh", "mistake", "the program exited with code 2: bad option"),
+        ("", "./no.sh", "mistake", "FileNotFoundError: [Errno 2] No such file or directory: './no.sh'"),
+    ],
+)
+def test_why_a_plain_program_ended_is_known(
+    plain: Callable[..., PlainProgram], script: str, program: str, cause: str, text: str
+) -> None:
+    started = plain(script, program=[program])
+    assert started.launch().wait(60) == 1
+    report = why_they_ended(1, 1, [], last_output(started.directories.logs), 0)
+    assert report.cause == cause
+    assert report.text.removesuffix("; see `packtrain logs`") == text
+
+
+@pytest.mark.usefixtures("processes")
+def test_a_plain_program_is_asked_to_stop_by_a_signal(plain: Callable[..., PlainProgram]) -> None:
+    program = plain("trap 'echo asked; exit' TERM; echo up; while :; do sleep 0.02; done")
+    launch = program.launch()
+    until(lambda: (program.directories.logs / "0" / "stdout.log").exists() and "up" in program.said())
+    launch.terminate()
+    assert launch.wait(60) == 1
+    assert program.said() == "up\nasked\n"

@@ -45,7 +45,7 @@ print("I am", os.environ["RANK"], "of", os.environ["WORLD_SIZE"], "at", os.envir
 # Works until it is asked to stop, and takes a while to write its last words.
 WORK = """
 import os, pathlib, signal, sys, time
-directory, rank = pathlib.Path(os.environ["PACKTRAIN_CHECKPOINTS"]), os.environ["RANK"]
+directory, rank = pathlib.Path(os.environ["PACKTRAIN_CHECKPOINTS"]), os.environ.get("RANK", "0")
 if (directory / "last").exists():
     sys.exit()
 

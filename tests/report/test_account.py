@@ -156,7 +156,7 @@ def test_a_run_that_is_not_over_is_compared_without_its_length() -> None:
 @pytest.mark.parametrize("planned", ["3000 steps", "5 steps"])
 def test_a_run_whose_duration_was_changed_is_compared_without_its_length(planned: str) -> None:
     plan = replace(PLAN, duration=planned, seconds=12_000.0, dollars=3.0)
-    cost = Cost(2.5, None, None, None)
+    cost = Cost(2.5, 0.0, None, None)
     evidence = evidence_of(steps_of(), forecast=plan, summary={"cost": cost})
     assert [row.what for row in compared(evidence)] == ["time of a step"]
     found = forecast(evidence)

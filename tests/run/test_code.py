@@ -11,7 +11,7 @@ import zstandard
 
 from packtrain.errors import Mistake, PacktrainError
 from packtrain.run.code import archive, git_commit, snapshot, unpack
-from parts.runs import read_files, write_files
+from parts.runs import program_job, read_files, write_files
 
 
 def kept(directory: Path, back: Path) -> dict[str, bytes]:
@@ -205,7 +205,8 @@ def test_in_a_repository_what_git_does_not_track_is_taken_if_it_is_source_or_nam
     write_files(repository, {"train.py": b"", "new.py": b"", "run.sh": b"", "notes.txt": b"", "wg0.txt": b""})
     write_files(repository, {"conf/a.yaml": b"", "conf/b.yaml": b"", "extra/c.json": b"", "sweep.yaml": b""})
     subprocess.run(["git", "-C", repository, "add", "train.py"], check=True)
-    words = ["train.py", "--config=conf/a.yaml", "--with", "./extra/", "sweep.yaml"]
+    command = ["train.py", "--config=conf/a.yaml", "--with", "./extra/", "sweep.yaml"]
+    words = program_job(program=command).named_paths
     assert snapshot(repository, words).sizes.keys() == {
         "train.py", "new.py", "run.sh", "conf/a.yaml", "extra/c.json", "sweep.yaml",
     }  # fmt: skip

@@ -163,9 +163,12 @@ def test_a_run_that_was_changed_and_resumed_at_the_same_moment_stays_as_it_was_c
             changed.put_job()
             changed.record_launch(LAUNCH)
 
+    def read(checked: Run) -> None:
+        assert checked.job_data
+
     store.fault = resume
     with pytest.raises(Mistake, match="was resumed at this moment, and stays; stop it first"):
-        remove_run(run, lambda checked: checked.job_data and None)
+        remove_run(run, read)
     assert open_run(directory_store, run.name).job_data == changed.job_data
 
 

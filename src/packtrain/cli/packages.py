@@ -183,7 +183,7 @@ def bundle(
     with scratch() as directory, new_bundle(file, name) as writer:
         wheels = download(target, directory, requirements, _print_line)
         add_wheels(writer, wheels, target, identity(), taken.name if taken is not None else None)
-        _add_job(writer, prepared, loaded.job.code if loaded.job.has_own_code else None)
+        _add_job(writer, prepared, prepared.document.get("code", ".") if loaded.job.has_own_code else None)
         _add_data(writer, prepared, store, taken)
     screen.say("Wrote ", (str(file), "bold"), f" ({show_bytes(file.stat().st_size)}) for {target}")
     screen.say("  there: ", (f"tar -xf {file.name} && cd {name} && sh install.sh", "bold"))

@@ -122,7 +122,9 @@ class MpiFleet(Fleet):
         own = ("--run", run.name, "--store", run.store.url, "--least", str(machines.least))
         started = []
         for plan in plans:
-            usable, faults = self._over_ssh().usable_hosts(run.store.url, plan.variables, say)
+            usable, faults = self._over_ssh().usable_hosts(
+                run.store.url, plan.variables, say, needs_torch=run.job.program is None
+            )
             for fault in faults:
                 say(f"{unavailable(fault)}; continuing without it")
             words = list(plan.arguments)

@@ -133,14 +133,16 @@ class SshFleet(Fleet):
         return [LaunchPlan(one.name, (*one.arguments(), shlex.join(command)), names) for one in remotes]
 
     def check(self, job: Job, store: Store, say: Say = silent) -> None:
-        _, faults = self.usable_hosts(store.url, passed_variables(job.environment, store.url), say)
+        names = passed_variables(job.environment, store.url)
+        _, faults = self.usable_hosts(store.url, names, say, needs_torch=job.program is None)
         for fault in faults:
             say(f"{unavailable(fault)}; the run can start without it")
 
     def start(self, run: Run, plans: Sequence[LaunchPlan], tied: bool, say: Say = silent) -> builtins.list[StartedNode]:
         machines = self._settings.machines
         # Again, although `check` did the same: packing may have taken hours since.
-        usable, missing = self.usable_hosts(run.store.url, plans[0].variables, say)
+        needs_torch = run.job.program is None
+        usable, missing = self.usable_hosts(run.store.url, plans[0].variables, say, needs_torch=needs_torch)
         for fault in missing:
             say(f"{unavailable(fault)}; continuing without it")
         chosen = usable[: machines.most]
@@ -168,7 +170,7 @@ class SshFleet(Fleet):
         return [node for node in started if node is not None]
 
     def usable_hosts(
-        self, store: str, variables: Sequence[str], say: Say = silent
+        self, store: str, variables: Sequence[str], say: Say = silent, *, needs_torch: bool = True
     ) -> tuple[builtins.list[UsableHost], builtins.list[PacktrainError]]:
         """Return the hosts that can take part, in the job's order, and what is wrong with the others.
 
@@ -189,7 +191,7 @@ class SshFleet(Fleet):
             facts = facts_of(remote, python, store, key, variables)
             if facts.store_error:
                 raise Unreachable(host, f"cannot see the store {store} ({facts.store_error}); {store_advice(store)}")
-            if not facts.torch:
+            if needs_torch and not facts.torch:
                 raise Unreachable(host, f"{python} has no torch; run `{python} -m {install_command('train')}` there")
             return UsableHost(remote, python)
 

@@ -30,6 +30,7 @@ _FIXED = {
     "recipe": "its code is stored and its checkpoints are of this recipe",
     "program": "its code is stored",
     "code": "its code is stored",
+    "directory": "its code is stored",
     "store": "the run is there; `packtrain cp` copies it to another one",
     "environment": "its code reads these variables",
     "inputs": "its machines have it",

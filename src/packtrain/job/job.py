@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import os.path
 import re
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
@@ -44,6 +45,7 @@ from packtrain.job.part import (
     Boolean,
     ByteSize,
     CodePath,
+    CodeRoot,
     Count,
     DirectoryPath,
     Fraction,
@@ -575,7 +577,8 @@ class Job(Part):
     recipe: RecipeName | None = None
     program: ProgramSettings | None = None
     store: StorePath = "./store"
-    code: CodePath = "."
+    code: CodeRoot = "."
+    directory: CodePath = "."
     environment: tuple[Variable, ...] = ()
     outputs: tuple[CodePath, ...] = ()
     origin: CodeOrigin | None = None
@@ -599,9 +602,11 @@ class Job(Part):
         return self.program is not None or (self.recipe is not None and ":" in self.recipe)
 
     @property
-    def program_words(self) -> tuple[str, ...]:
-        """Everything that the program's command may name a file of the code with."""
-        return () if self.program is None else (*self.program.command, *self.program.resume)
+    def named_paths(self) -> tuple[str, ...]:
+        """Everything with which the program's command may name a file of the code, relative to the code."""
+        words = () if self.program is None else (*self.program.command, *self.program.resume)
+        parts = (part for word in words for part in (word, word.partition("=")[2]) if part)
+        return tuple(os.path.normpath(PurePosixPath(self.directory, part)) for part in parts)
 
     @classmethod
     def arrange(cls, given: dict[str, Any], problems: list[InitErrorDetails]) -> dict[str, Any]:
@@ -647,6 +652,8 @@ class Job(Part):
                 yield ("outputs", number), "applies to programs only, not to recipes"
             elif output.strip("./") == "":
                 yield ("outputs", number), "must name a file or folder that the program writes, such as out/"
+        if self.program is None and self.directory != ".":
+            yield ("directory",), "applies to programs only, not to recipes"
         if self.recipe is None and self.weights is not None:
             yield ("weights",), _RECIPES_ONLY
         if self.program is None or self.recipe is not None:

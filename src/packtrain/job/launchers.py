@@ -1,7 +1,8 @@
 """Programs that are written with a launcher: `torchrun`, `accelerate launch`, `deepspeed`, `python -m torch...`.
 
 Packtrain starts the workers itself, on all machines, so the launcher's part is read and left out: what remains is the
-program, how many workers a machine has, and variables that the launcher would have set.
+program, how many workers a machine has, and variables that the launcher would have set. If the launcher tells even a
+single worker its rank, the word `torchrun` remains, too.
 """
 
 from __future__ import annotations
@@ -13,6 +14,7 @@ from pathlib import PurePosixPath
 
 from packtrain.errors import Mistake, quoted
 
+TORCHRUN = "torchrun"
 _PYTHON = re.compile(r"python(3(\.\d+)?)?")
 _ADVICE = "write the program alone, such as [train.py, --lr, '0.1'], and the number of workers as fleet.workers"
 
@@ -22,7 +24,7 @@ class LauncherKind:
     """The options of a launcher: with a value, without, for a module, and those that Packtrain cannot do for it.
 
     `workers` are the options for workers of a machine, `total` for those of all machines, and `variables` those that
-    the launcher passes on as variables.
+    the launcher passes on as variables. `tells_one`: a single worker also gets RANK and so on.
     """
 
     name: str
@@ -34,6 +36,7 @@ class LauncherKind:
     bare: frozenset[str] = frozenset({"no-python"})
     variables: Mapping[str, str] = field(default_factory=dict)
     refused: Mapping[str, str] = field(default_factory=dict)
+    tells_one: bool = True
 
 
 def _words(text: str) -> frozenset[str]:
@@ -42,7 +45,7 @@ def _words(text: str) -> frozenset[str]:
 
 _IN_CODE = "pass it to `Accelerator(...)` in the program"
 _TORCHRUN = LauncherKind(
-    "torchrun",
+    TORCHRUN,
     valued=_words(
         "nnodes nproc-per-node rdzv-backend rdzv-endpoint rdzv-id rdzv-conf max-restarts monitor-interval start-method"
         " role log-dir redirects tee local-ranks-filter node-rank master-addr master-port local-addr logs-specs"
@@ -60,6 +63,7 @@ _ACCELERATE = LauncherKind(
     ),
     flags=_words("multi-gpu cpu quiet q same-network debug enable-cpu-affinity"),
     total=_words("num-processes"),
+    tells_one=False,
     variables={
         "mixed-precision": "ACCELERATE_MIXED_PRECISION",
         "dynamo-backend": "ACCELERATE_DYNAMO_BACKEND",
@@ -122,6 +126,7 @@ def without_launcher(program: Sequence[str]) -> LaunchedProgram:
     elif not names & kind.bare and variables and rest[0].endswith(".py"):
         rest = ["python", *rest]  # `env` starts a command, not a script
     command = ["env", *variables, *rest] if variables else rest
+    command = [TORCHRUN, *command] if kind.tells_one else command
     return LaunchedProgram(
         tuple(command), _count(kind, options, kind.workers), _count(kind, options, kind.total), kind.name
     )
@@ -129,7 +134,7 @@ def without_launcher(program: Sequence[str]) -> LaunchedProgram:
 
 def _launcher_of(program: Sequence[str]) -> tuple[LauncherKind, list[str]] | None:
     first, rest = PurePosixPath(program[0]).name, list(program[1:])
-    if first == "torchrun":
+    if first == TORCHRUN:
         return _TORCHRUN, rest
     if first == "deepspeed":
         return _DEEPSPEED, rest
@@ -172,11 +177,17 @@ def _count(kind: LauncherKind, options: Sequence[tuple[str, str]], names: frozen
     return int(text)
 
 
+def asks_for_rank(program: Sequence[str]) -> bool:
+    """True if even a single worker is to get RANK and so on."""
+    return program[0] == TORCHRUN
+
+
 def command_of(program: Sequence[str]) -> int:
-    """Return the place of the command itself, after `env` and the variables that it sets."""
-    if program[0] != "env":
-        return 0
-    return next((place for place, word in enumerate(program) if place and "=" not in word), 0)
+    """Return the place of the command itself, after `torchrun`, and after `env` and the variables that it sets."""
+    first = int(asks_for_rank(program))
+    if program[first] != "env":
+        return first
+    return next((place for place, word in enumerate(program) if place > first and "=" not in word), first)
 
 
 def is_python(command: str) -> bool:

@@ -7,7 +7,7 @@ import re
 import stat
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from pathlib import Path
+from pathlib import Path, PurePosixPath
 from typing import Any
 
 from pydantic import ValidationError
@@ -16,7 +16,7 @@ from packtrain.errors import Mistake, printable
 from packtrain.job.document import Document, YamlNode, plain, read_node, read_text
 from packtrain.job.job import EvaluateSettings, Job, TrainSettings, expand
 from packtrain.job.kinds import SCHEDULES, word_of
-from packtrain.job.part import Location, code_path_fault, is_address, is_recipe, is_tracking_uri
+from packtrain.job.part import Location, code_root_fault, is_address, is_recipe, is_tracking_uri
 from packtrain.job.secrets import holds_secret, secret_in
 from packtrain.units import Duration, counted, cut_to, keep_share
 
@@ -214,7 +214,12 @@ class LoadedJob:
 
     @property
     def code(self) -> Path:
-        return self.directory / self.job.code
+        return Path(os.path.normpath(self.directory / self.job.code))
+
+    @property
+    def place(self) -> Path:
+        """The directory that stands for the one in which a program is started."""
+        return self.code / self.job.directory
 
     def mistake(self, field: str, text: str) -> Mistake:
         """Return the error for a fault that only a recipe, a fleet or the data reveals, with the place of the field."""
@@ -230,7 +235,7 @@ def load_job(path: str | Path, overrides: Sequence[str] = (), defaults_of: Defau
     given = apply_overrides(document, overrides).data
     written, defaults = document, None
     recipe, code = given.get("recipe"), given.get("code", ".")
-    if isinstance(recipe, str) and is_recipe(recipe) and isinstance(code, str) and not code_path_fault(code):
+    if isinstance(recipe, str) and is_recipe(recipe) and isinstance(code, str) and not code_root_fault(code):
         try:
             defaults = defaults_of(recipe, directory / code, _section(given, "model"))
         except Mistake as mistake:
@@ -255,6 +260,9 @@ def load_job(path: str | Path, overrides: Sequence[str] = (), defaults_of: Defau
             name: path if is_address(path) else os.path.normpath(directory / path) for name, path in job.inputs.items()
         }
         job = job.model_copy(update={"inputs": inputs})
+    if job.directory != ".":  # from now on, outputs are named as they are in the copy of the code
+        outputs = tuple(str(PurePosixPath(job.directory, output)) for output in job.outputs)
+        job = job.model_copy(update={"outputs": outputs})
     where = job.report.mlflow
     if where is not None and not is_tracking_uri(where):
         report = job.report.model_copy(update={"mlflow": os.path.normpath(directory / where)})

@@ -355,6 +355,11 @@ def code_path_fault(text: str) -> str | None:
     return None
 
 
+def code_root_fault(text: str) -> str | None:
+    """Return what is wrong with the directory of the code: one inside the job file's directory, or one above it."""
+    return None if set(PurePosixPath(os.path.normpath(text)).parts) == {".."} else code_path_fault(text)
+
+
 def is_tracking_uri(text: str) -> bool:
     """True if this names MLflow's server, or another place that does not depend on a directory."""
     return is_address(text) or text.startswith("file:") or text == "databricks"
@@ -405,6 +410,7 @@ DataPath = Annotated[str, _string(_data_path_fault)]
 StorePath = Annotated[str, _string(_store_path_fault)]
 TrackingPath = Annotated[str, _string(_tracking_fault)]
 CodePath = Annotated[str, _string(code_path_fault)]
+CodeRoot = Annotated[str, _string(code_root_fault)]
 DirectoryPath = Annotated[str, _string(_directory_fault)]
 ByteSize = Annotated[str, _string(_size_fault, BYTES_PATTERN)]
 Argument = Annotated[str, _string(_argument_fault, "")]

@@ -1,5 +1,7 @@
 """The fork server, `python -m packtrain.node.fork_server [RECIPE]`: one per machine, and the parent of its launchers.
 
+With `--plain` in place of a recipe it starts programs by plain_launcher.py and never imports torch.
+
 Importing torch takes seconds of CPU time, which a restart would have to wait for. So the node starts this process ahead
 of time (launch.py); it imports what launchers and workers need, and forks a launcher for each generation. That is
 torch's: it finds the launchers of the other machines by rendezvous.py and starts the workers. Those of a recipe are
@@ -24,8 +26,10 @@ import sys
 import traceback
 from collections.abc import Callable
 from importlib import import_module
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, TextIO
 
+from packtrain.node.plain_launcher import PLAIN, run_workers
 from packtrain.recipes import recipe_class
 from packtrain.system import end_with_parent
 
@@ -45,9 +49,9 @@ def main(recipe: str | None) -> None:
     answers = os.dup(sys.stdout.fileno())
     os.dup2(sys.stderr.fileno(), sys.stdout.fileno())  # what an import prints is no answer
     gc.disable()  # looking for garbage among modules takes a fifth of the time of importing them
-    from torch.distributed.run import main as launch
-
-    if recipe is not None:
+    if recipe != PLAIN:
+        import_module("torch.distributed.run")
+    if recipe is not None and recipe != PLAIN:
         prepare_workers(recipe)
         leave_gpus_alone()
     gc.freeze()  # nor do workers look there, which would copy the memory that they share
@@ -55,7 +59,16 @@ def main(recipe: str | None) -> None:
     work = serve(answers)
     if work is not None:
         become_launcher(work)
-        os._exit(exit_code_of(lambda: launch(work["arguments"])))  # cleaning up all modules would take a while
+        os._exit(exit_code_of(lambda: launch(work)))  # cleaning up all modules would take a while
+
+
+def launch(work: Work) -> None:
+    if work["workers"] is not None:
+        run_workers(work["arguments"], work["workers"], Path(work["logs"]))
+        return
+    from torch.distributed.run import main
+
+    main(work["arguments"])
 
 
 def prepare_workers(recipe: str) -> None:

@@ -20,6 +20,7 @@ import time
 from collections.abc import Callable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass
+from importlib.util import find_spec
 from pathlib import Path
 from typing import TypedDict
 
@@ -27,9 +28,10 @@ import psutil
 
 import packtrain.train
 from packtrain.errors import PacktrainError
-from packtrain.job.launchers import command_of, is_python
+from packtrain.job.launchers import asks_for_rank, command_of, is_python
 from packtrain.node.address import interface_of
 from packtrain.node.causes import LastOutput
+from packtrain.node.plain_launcher import PLAIN
 from packtrain.node.workspace import INPUTS, visible
 from packtrain.run.records import Generation
 from packtrain.run.run import Run
@@ -55,6 +57,7 @@ _LOOK_SECONDS = 1.0  # between two looks whether an answer is overdue
 _EXEC_SECONDS = 2.0  # from a process's start to its environment, on a busy machine
 _PIPE_BYTES = 4096  # the answers are two short lines
 _TAIL_BYTES = 8192  # of each log: enough for the last traceback
+_SCRIPT = [sys.executable, "-u"]
 # Below the ephemeral ports, which the system gives to any connection.
 _PORTS = range(20_000, 30_000)
 _PLACES = "|".join((CHECKPOINTS_VARIABLE, DATA_VARIABLE, SUBMIT_VARIABLE))
@@ -66,7 +69,9 @@ _OF_FORKED_WORKERS = {
     "PYTORCH_NVML_BASED_CUDA_CHECK": "1",  # asking for GPUs otherwise makes them unusable after a fork
 }
 # With these set, libraries take a worker for an MPI rank or a task of srun. The node may be one; its workers are not.
-_RANK_PREFIXES = ("OMPI_", "PMIX_", "PMI_", "PRTE_", "MV2_COMM_", "HYDI_", "PALS_", "SLURM_STEP", "SLURM_SRUN_")
+_RANK_PREFIXES = (
+    "OMPI_", "PMIX_", "PMI_", "PRTE_", "MV2_COMM_", "HYDI_", "PALS_", "SLURM_STEP", "SLURM_SRUN_", "TORCHELASTIC_",
+)  # fmt: skip
 _RANK_VARIABLES = {
     "MPI_LOCALRANKID", "MPI_LOCALNRANKS", "SLURM_PROCID", "SLURM_LOCALID", "SLURM_NODEID", "SLURM_NTASKS",
     "SLURM_NPROCS", "SLURM_NTASKS_PER_NODE", "SLURM_TASKS_PER_NODE", "SLURM_TASK_PID", "SLURM_GTIDS",
@@ -103,12 +108,35 @@ def launcher_arguments(generation: Generation, rank: int, program: tuple[str, ..
     if program is None:
         # A function, for torch's launcher: it forks the workers, which then need not import torch again.
         return [*arguments, "--start-method", "fork", "--run-path", str(_WORKER)]
-    if program[0].endswith(".py"):
-        return [*arguments, *program]
-    words, command = list(program), command_of(program)
+    words = command_line(program)
+    return [*arguments, *words[2:]] if words[:2] == _SCRIPT else [*arguments, "--no-python", *words]
+
+
+def command_line(program: tuple[str, ...]) -> list[str]:
+    """Return the words that start a program, as torch's launcher would."""
+    words, command = list(program[asks_for_rank(program) :]), command_of(program) - asks_for_rank(program)
+    if words[0].endswith(".py"):
+        return [*_SCRIPT, *words]
     if is_python(words[command]):  # this one, which has torch; another may come first on the path
         words[command] = sys.executable
-    return [*arguments, "--no-python", *words]
+    return words
+
+
+def rank_variables(generation: Generation, rank: int) -> list[dict[str, str]]:
+    """Return what torch's launcher would tell each worker of this machine of its place."""
+    members, first = generation.members, sum(member.workers for member in generation.members[:rank])
+    everywhere = {
+        "WORLD_SIZE": sum(member.workers for member in members),
+        "LOCAL_WORLD_SIZE": members[rank].workers,
+        "GROUP_WORLD_SIZE": len(members),
+        "GROUP_RANK": rank,
+        "MASTER_ADDR": members[0].address,
+        "MASTER_PORT": generation.port,
+    }
+    return [
+        {name: str(value) for name, value in {**everywhere, "RANK": first + local, "LOCAL_RANK": local}.items()}
+        for local in range(members[rank].workers)
+    ]
 
 
 def with_places(program: tuple[str, ...], environment: Mapping[str, str]) -> tuple[str, ...]:
@@ -147,7 +175,7 @@ def worker_environment(
         CONTROL_VARIABLE: str(directories.control),
         CHECKPOINTS_VARIABLE: str(directories.checkpoints),
         **({DATA_VARIABLE: str(directories.checkpoints.with_name(INPUTS))} if run.job.inputs else {}),
-        **({SUBMIT_VARIABLE: str(submitted)} if submitted is not None else {}),
+        **({SUBMIT_VARIABLE: str(submitted / run.job.directory)} if submitted is not None else {}),
     }
 
 
@@ -170,11 +198,17 @@ def _without_other_launchers(inherited: Mapping[str, str]) -> dict[str, str]:
 
 
 class Work(TypedDict):
-    """The work of a generation, as the fork server reads it in JSON."""
+    """The work of a generation, as the fork server reads it in JSON.
+
+    `arguments` are those of torch's launcher, or the program itself if it is started without. Then `workers` has the
+    variables of each worker, and `logs` is the directory for their output.
+    """
 
     arguments: list[str]
     environment: dict[str, str]
     log: str
+    workers: list[dict[str, str]] | None
+    logs: str
 
 
 class Launchers:
@@ -182,18 +216,24 @@ class Launchers:
 
     def __init__(self, run: Run, home: Path, workers: int, inherited: Mapping[str, str]) -> None:
         self._run, self._home, self._inherited = run, home, inherited
+        # A single worker is started as by hand: many programs take RANK as a request to connect to others. By what the
+        # job allows, not by the machines of the moment: checkpoints of the two ways may differ.
+        program = run.job.program
+        is_single = workers == 1 and run.job.fleet.kind.machines.most == 1
+        self._has_ranks = program is None or asks_for_rank(program.command) or not is_single
+        self._is_plain = program is not None and (not self._has_ranks or find_spec("torch") is None)
         self._mark = str(home / "launcher")
         # If the node dies, `kill_marked` finds what it started by these. The workers get their own with the work.
         marks = {RUN_VARIABLE: run.name, STORE_VARIABLE: run.store.url, CONTROL_VARIABLE: self._mark}
         quiet = {} if run.job.recipe is None else _OF_FORKED_WORKERS
-        recipe = [] if run.job.recipe is None else [run.job.recipe]
+        recipe = [PLAIN] if self._is_plain else [] if run.job.recipe is None else [run.job.recipe]
         self._command = [sys.executable, "-P", "-m", "packtrain.node.fork_server", *recipe]
         self._environment = {**_defaults(workers), **quiet, **_without_other_launchers(inherited), **marks}
         self.server: subprocess.Popen[bytes] | None = None
         self._latest: Launch | None = None
 
     def prepare(self) -> None:
-        """Start the server, for some seconds of CPU time and the memory of torch."""
+        """Start the server. Unless a program needs no torch, this costs some seconds of CPU time and torch's memory."""
         with suppress(OSError):  # if it fails, the next launch starts one
             self.server = self.server or self._start()
 
@@ -212,7 +252,12 @@ class Launchers:
             "arguments": launcher_arguments(generation, rank, command, directories.logs),
             "environment": environment,
             "log": str(log),
+            "workers": None,
+            "logs": str(directories.logs),
         }
+        if command is not None and self._is_plain:
+            work["arguments"] = command_line(command)
+            work["workers"] = rank_variables(generation, rank) if self._has_ranks else [{}]
         # A launcher that outlived its kill, in a system call that does not return, keeps its server waiting.
         if self._latest is not None and self._latest.poll() is None:
             self.close()
@@ -244,7 +289,7 @@ class Launchers:
                 stdin=subprocess.PIPE,
                 stdout=subprocess.PIPE,
                 stderr=log,
-                cwd=self._home / "code",
+                cwd=self._home / "code" / self._run.job.directory,
                 env=self._environment,
                 start_new_session=True,  # signals of the terminal are for the node, which stops the workers in order
                 preexec_fn=_end_with_node,  # noqa: PLW1509 - before any thread of the child

@@ -18,7 +18,7 @@ import psutil
 from packtrain.identity import identity
 from packtrain.run.records import Gpu, GpuModel, MachineFacts, Telemetry, WorkerUse
 from packtrain.system import usable_cores
-from packtrain.train.control import VISIBLE_GPUS_VARIABLE, WORKER_NAME
+from packtrain.train.control import GENERATION_VARIABLE, VISIBLE_GPUS_VARIABLE, WORKER_NAME
 
 _LOOPBACK = re.compile("lo[0-9]*")
 _PEAK = re.compile(r"^VmHWM:\s*([0-9]+) kB$", re.MULTILINE)
@@ -122,9 +122,16 @@ class TelemetrySampler:
 
 
 def rank_of(process: psutil.Process) -> int | None:
-    """Return the rank of a worker or of what it started: forked ones have it in their name, others in a variable."""
+    """Return the rank of a worker or of what it started: forked ones have it in their name, others in a variable.
+
+    A single worker of a program may have no rank, but it has the variables of its run, unlike the launcher.
+    """
     name = process.name()
-    rank = name.removeprefix(WORKER_NAME) if name.startswith(WORKER_NAME) else process.environ().get("RANK", "")
+    if name.startswith(WORKER_NAME):
+        rank = name.removeprefix(WORKER_NAME)
+    else:
+        environment = process.environ()
+        rank = environment.get("RANK", "0" if GENERATION_VARIABLE in environment else "")
     return int(rank) if rank.isdecimal() else None
 
 

@@ -54,6 +54,7 @@ class Workspace:
     def prepare(self) -> None:
         """Write the code, and link what is beside it in the directory that it came from, if this machine sees that."""
         unpack(self._run.code, self._directory)
+        (self._directory / self._run.job.directory).mkdir(parents=True, exist_ok=True)
         for output in self._outputs:  # its folder must not be a link: what the program writes is the run's own
             (self._directory / output).parent.mkdir(parents=True, exist_ok=True)
         source = visible(self._run.job.origin)

@@ -395,7 +395,7 @@ class _Speeds:
         assert self._store is not None
         job, pack = self._recipe.job, self._recipe.pack
         size = len(pack.vocabulary) if isinstance(vars(pack).get("vocabulary"), LargerVocabulary) else None
-        code = snapshot(self._loaded.code, job.program_words).archive if job.has_own_code else None
+        code = snapshot(self._loaded.code, job.named_paths).archive if job.has_own_code else None
         request = ProbeRequest(job.model_dump_json(), pack.name, self._request.seconds, code is not None, size)
         return probe(request, code, self._store, usable, workers, secrets or {}, job.fleet.public_address)
 

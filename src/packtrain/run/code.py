@@ -63,15 +63,15 @@ class CodeSnapshot:
         return [*names[:_NAMED], f"{len(names) - _NAMED} more"] if len(names) > _NAMED else names
 
 
-def snapshot(directory: Path, words: Sequence[str] = (), max_bytes: int = MAX_BYTES) -> CodeSnapshot:
-    """Pack the files that git tracks, those that the job's command names in its `words`, and other source code.
+def snapshot(directory: Path, paths: Sequence[str] = (), max_bytes: int = MAX_BYTES) -> CodeSnapshot:
+    """Pack the files that git tracks, those at `paths`, which the job's command names, and other source code.
 
     Without git these are all files that no .gitignore names. Those that may hold keys are left out. Folders whose names
     start with a dot are left out unless git tracks a file in them: tools keep tokens there. A file with a secret in its
     text is refused: a program may need the file. Stores are not code, whichever of them the job uses, and even if the
     directory is one. The same files give the same bytes: names are sorted, owners and times omitted.
     """
-    names, left_out = _candidates(directory, words)
+    names, left_out = _candidates(directory, paths)
     sizes = {name: (directory / name).lstat().st_size for name in sorted(names)}
     if sum(sizes.values()) > max_bytes:
         raise Mistake(
@@ -202,14 +202,14 @@ def remove_unpacked(directory: Path) -> bool:
     return not directory.exists()
 
 
-def _candidates(directory: Path, words: Sequence[str]) -> tuple[list[str], dict[str, str]]:
+def _candidates(directory: Path, paths: Sequence[str]) -> tuple[list[str], dict[str, str]]:
     """Return the names of the files to take, and of what is left out with the reason."""
     left_out: dict[str, str] = {}
     names: list[str] = []
     tracked, untracked = _git_files(directory, "--cached"), _git_files(directory, "--others", "--exclude-standard")
     if tracked is None or untracked is None:
         tracked, untracked = [], list(_walk(directory, left_out))
-    exceptions, in_git, named = _ignored(directory), set(tracked), _paths_in(words)
+    exceptions, in_git, named = _ignored(directory), set(tracked), set(paths)
     for name in [*tracked, *untracked]:
         path, parents = PurePosixPath(name), [str(parent) for parent in PurePosixPath(name).parents][:-1]
         what, why = name, ""
@@ -290,11 +290,6 @@ def _matches(name: str, patterns: Sequence[str]) -> bool:
     path = PurePosixPath(name)
     places = (name, path.name, *(str(parent) for parent in path.parents[:-1]))
     return any(fnmatchcase(place, pattern) for pattern in patterns for place in places)
-
-
-def _paths_in(words: Sequence[str]) -> set[str]:
-    """Return the relative paths that a command may mean: `conf/a.yaml`, `--config=conf/a.yaml`, `conf/`."""
-    return {os.path.normpath(part) for word in words for part in (word, word.partition("=")[2]) if part}
 
 
 def _walk(directory: Path, left_out: dict[str, str]) -> Iterator[str]:

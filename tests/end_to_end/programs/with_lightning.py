@@ -31,8 +31,8 @@ newest = CHECKPOINTS / "last.ckpt"
 trainer = Trainer(
     max_steps=24,
     accelerator="cpu",
-    devices=int(os.environ["LOCAL_WORLD_SIZE"]),
-    num_nodes=int(os.environ["GROUP_WORLD_SIZE"]),
+    devices=int(os.environ.get("LOCAL_WORLD_SIZE", "1")),
+    num_nodes=int(os.environ.get("GROUP_WORLD_SIZE", "1")),
     log_every_n_steps=1,
     enable_progress_bar=False,
     callbacks=[ModelCheckpoint(CHECKPOINTS, every_n_train_steps=5, save_last=True)],
