@@ -492,6 +492,23 @@ def test_a_commit_that_outlives_the_end_of_the_run_keeps_its_files(
     assert committed_files(run, tmp_path / "fetched") == {"state": b"some"}
 
 
+def test_an_output_that_no_list_names_is_removed_when_the_run_ends(
+    directory_store: Store, stepped: Callable[..., Stepped]
+) -> None:
+    """As what a dead machine has sent last."""
+    run = new_run(directory_store, program_job(outputs=["out"]))
+    one = stepped(run)
+    one.look(2)
+    run.store.put(run.key("outputs/files/000001-0123456789ab/out/late"), b"late")
+    one.end_workers(0)
+    one.look(2)
+    assert run.result() is not None
+    one.node.work()
+    assert [entry.key for entry in run.store.list(run.key("outputs"))] == [
+        run.key("outputs/lists/000001-000000000.json")
+    ]
+
+
 def test_a_failure_that_another_node_has_already_answered_is_not_answered_again(
     directory_store: Store, stepped: Callable[..., Stepped]
 ) -> None:

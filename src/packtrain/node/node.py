@@ -48,6 +48,7 @@ from packtrain.node.workers import WorkerGroup, WorkerStop
 from packtrain.node.workspace import Workspace
 from packtrain.run.checkpoint import Superseded, last_step, remove_uncommitted
 from packtrain.run.chunks import Flusher
+from packtrain.run.outputs import newest_list, remove_unlisted
 from packtrain.run.records import (
     MAX_RECORD_BYTES,
     Cause,
@@ -557,6 +558,9 @@ class Node:
             try:
                 if self.run.result() is not None:
                     remove_uncommitted(self.run, latest.number + is_settled)
+                    outputs = newest_list(self.run) if is_settled else None
+                    if outputs is not None and outputs.generation == latest.number:
+                        remove_unlisted(self.run, outputs)
                     self.run.store.remove_unfinished(self.run.folder)
             except StoreError as error:
                 complain(error)

@@ -100,7 +100,12 @@ def put_list(run: Run, outputs: OutputList) -> None:
     except Superseded:
         run.store.delete(key)
         raise
-    kept = {key, *(output_key(run, file.upload, file.name) for file in outputs.files)}
+    remove_unlisted(run, outputs)
+
+
+def remove_unlisted(run: Run, outputs: OutputList) -> None:
+    """Delete what generations up to that of the list have put, unless it is in the list, which is the newest."""
+    kept = {_list_key(run, outputs), *(output_key(run, file.upload, file.name) for file in outputs.files)}
     for entry in run.store.list(run.key("outputs")):
         put_in = _PUT_IN.match(entry.key.removeprefix(run.key("outputs/")))
         if put_in is not None and int(put_in[1]) <= outputs.generation and entry.key not in kept:
