@@ -251,6 +251,49 @@ def test_the_place_of_an_error_is_in_the_programs_code_and_in_the_same_traceback
     assert report.text == f"{place}ValueError: no; see `packtrain logs`"
 
 
+@pytest.mark.parametrize(
+    "last",
+    [
+        "subprocess.TimeoutExpired: Command 'make' timed out after 5 seconds",
+        "KeyboardInterrupt",
+        "mine.TooFewSamples: 3",
+        "__main__.main.<locals>.Stop: enough",
+        "torch.OutOfMemoryError: CUDA out of memory.",
+        "StopIteration",
+    ],
+)
+def test_the_last_line_of_a_traceback_is_the_error_whatever_its_name(last: str) -> None:
+    trace = FRAME.format("/cache/code/train.py", 7) + f"    work()\n    ^^^^^^\n{last}\n"
+    during = "\nDuring handling of the above exception, another exception occurred:\n\n"
+    for said in (trace, f"step 1: loss 2\n{trace}cleaning up: done\n", f"{FRAME}    f()\nKeyError: 1\n{during}{trace}"):
+        report = why_they_ended(3, 1, [], LastOutput("", said), 0)
+        assert report.text == f"train.py:7: {last}; see `packtrain logs`"
+    assert report.cause == ("memory" if "OutOfMemory" in last else "program")
+
+
+@pytest.mark.parametrize(
+    ("code", "said", "text"),
+    [
+        (1, "Error in log(-1, base) : \n  non-numeric argument\nExecution halted\n",
+         "Error in log(-1, base) : non-numeric argument"),
+        (1, "Error: object 'x' not found\nExecution halted\n", "Error: object 'x' not found"),
+        (139, "./train.sh: line 2: 71 Segmentation fault  ./train\n",
+         "the program exited with code 139 (SIGSEGV): ./train.sh: line 2: 71 Segmentation fault  ./train"),
+        (1, "epoch: 3\nlearning rate too high: stopping\n",
+         "the program exited with code 1: epoch: 3 / learning rate too high: stopping"),
+    ],
+)  # fmt: skip
+def test_errors_of_other_languages_are_recognized(code: int, said: str, text: str) -> None:
+    report = why_they_ended(3, 1, [], LastOutput(f"exitcode  : {code} (pid: 7)", said), 0)
+    assert report == NodeReport(3, "program", f"{text}; see `packtrain logs`")
+
+
+def test_a_shell_whose_program_was_killed_because_memory_was_full_says_137() -> None:
+    said = LastOutput("exitcode  : 137 (pid: 7)", "./train.sh: line 2: 71 Killed  ./train\n")
+    assert why_they_ended(3, 1, [], said, 1).cause == "memory"
+    assert why_they_ended(3, 1, [], said, 0).text.startswith("the program exited with code 137 (SIGKILL): ./train.sh")
+
+
 def test_the_usage_of_a_program_is_not_its_message() -> None:
     said = LastOutput("exitcode  : 2 (pid: 7)", "usage: train.py [-h]\ntrain.py: error: unrecognized arguments: -x\n")
     assert why_they_ended(3, 1, [], said, 0).text == (

@@ -39,10 +39,14 @@ _MEMORY = re.compile(
 )
 _DISK = re.compile(r"No space left on device|Disk quota exceeded")
 _DISK_ERRORS = (errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EIO)
-_KILLED = re.compile(r"exitcode\s*:\s*-9\b|Signal 9 \(SIGKILL\)")
+_KILLED = re.compile(r"exitcode\s*:\s*(-9|137)\b|Signal 9 \(SIGKILL\)")  # 137 is how a shell says it
 # How torch's launcher reports each worker that failed; the first one to fail comes last.
 _BY_SIGNAL = re.compile(r"rank\s*:\s*(\d+) \(local_rank: \d+\)\s*exitcode\s*:\s*-(\d+)")
-_ERROR = re.compile(r"^(?!.*ChildFailedError)[A-Za-z_][\w.]*(?:Error|Exception)\b.*", re.MULTILINE)
+# An error as Python, R and other interpreters print it. At the end of a traceback its name does not matter.
+_ERROR = re.compile(r"[A-Za-z_][\w.]*(?:Error|Exception)\b.*|Error(?: in .*)?:.*")
+_LAST_OF_TRACEBACK = re.compile(r"[A-Za-z_][\w.<>]*(?::.*)?")
+_TRACEBACK = "Traceback (most recent call last)"
+_LAUNCHERS_ERROR = "ChildFailedError"
 _RANK_PREFIX = re.compile(r"^\[rank\d+\]: ", re.MULTILINE)  # of tracebacks, once a program has joined its process group
 _EXIT_CODE = re.compile(r"exitcode\s*:\s*(\d+)")
 _FRAME = re.compile(r'^\s+File "([^"\n]+)", line (\d+)', re.MULTILINE)
@@ -128,26 +132,47 @@ def _by_output(generation: int, code: int, output: LastOutput) -> NodeReport:
     """Judge a program, which reports nothing, by the end of what it wrote: its own error, not the launcher's."""
     workers = _RANK_PREFIX.sub("", output.workers)
     said = f"{output.launcher}\n{workers}"
-    errors = list(_ERROR.finditer(said))
-    own = [found for found in errors if not is_consequence(found[0])] or errors  # all of them may be consequences
+    errors = _errors_in(said)
+    own = [found for found in errors if not is_consequence(found[1])] or errors  # all of them may be consequences
     codes = [int(number) for number in _EXIT_CODE.findall(output.launcher)]
     code = codes[-1] if codes else code  # the launcher itself always exits with 1; the root cause comes last
     if own:
-        error = own[-1][0]
+        start, error = own[-1]
         cause = _cause_in(error)
         if cause == "program" and _MISTAKES.match(error):
             cause = "mistake"
-        return NodeReport(generation, cause, f"{_place_of(said[: own[-1].start()])}{error}; see `packtrain logs`")
+        return NodeReport(generation, cause, f"{_place_of(said[:start])}{error}; see `packtrain logs`")
     lines = [line.strip() for line in workers.splitlines()]
     last = [line for line in lines if line and not line.startswith("usage:") and not is_consequence(line)]
     text = f": {' / '.join(last[-_LAST_LINES:])}" if last else ""
     cause = "mistake" if code in _USAGE_CODES else _cause_in(said)
-    return NodeReport(generation, cause, f"the program exited with code {code}{text}; see `packtrain logs`")
+    signalled = f" ({signal.Signals(code - 128).name})" if code - 128 in set(signal.Signals) else ""  # by a shell
+    return NodeReport(generation, cause, f"the program exited with code {code}{signalled}{text}; see `packtrain logs`")
+
+
+def _errors_in(said: str) -> list[tuple[int, str]]:
+    """Return the errors in an output with the place of each: the lines that end tracebacks, or look like errors."""
+    found, start, in_traceback, goes_on = list[tuple[int, str]](), 0, False, False
+    for line in said.splitlines(keepends=True):
+        text, is_indented = line.strip(), line[:1].isspace()
+        if goes_on and is_indented and text:  # R breaks the line after `Error in f(x) :`
+            found[-1] = (found[-1][0], f"{found[-1][1]} {text}")
+        goes_on = False
+        if text.startswith(_TRACEBACK) or _FRAME.match(line):
+            in_traceback = True
+        elif text and not is_indented:
+            shape = _LAST_OF_TRACEBACK if in_traceback else _ERROR
+            if _LAUNCHERS_ERROR not in text and (shape.fullmatch(text) or _ERROR.fullmatch(text)):
+                found.append((start, text))
+                goes_on = text.startswith("Error") and text.endswith(":")
+            in_traceback = False
+        start += len(line)
+    return found
 
 
 def _place_of(before: str) -> str:
     """Return `train.py:7: `, the innermost line of the program's own code in the traceback that ends here."""
-    trace = before.rpartition("Traceback (most recent call last)")[2]
+    trace = before.rpartition(_TRACEBACK)[2]
     frames = [(name, number) for name, number in _FRAME.findall(trace) if "/site-packages/" not in name]
     own = [(name.rpartition("/code/")[2], number) for name, number in frames if "/code/" in name]
     return "{}:{}: ".format(*own[-1]) if own else ""
