@@ -223,6 +223,11 @@ CASES: dict[str, list[Case]] = {
             lambda script: [script.Packing(500, 1000, 2.0, 300_000_000)],
             [{"pairs": 500, "pairs/s": 250.0}],
         ),
+        Case(
+            ["--changes", str(BENCHMARKS)],
+            lambda _: [0.0, 0.1, 0.2],
+            [{"JPEGs": 3, "unchanged": 1, "mean": 0.1, "median": 0.1, "max": 0.2}],
+        ),
     ],
     "plan": [
         Case(

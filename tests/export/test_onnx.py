@@ -26,7 +26,7 @@ from packtrain.data.pack import Pack
 from packtrain.errors import Mistake
 from packtrain.export.evaluate import EvaluateOptions, evaluate, run_subject
 from packtrain.export.export import ExportOptions, export_run
-from packtrain.export.model import read_model
+from packtrain.export.model import CARD, read_model
 from packtrain.export.onnx import OnnxForm, export_own, write_weights
 from packtrain.export.onnx_networks import OnnxCaptioner, OnnxClassifier, OnnxText, Session
 from packtrain.export.predict import load_model
@@ -319,6 +319,7 @@ def test_every_recipe_goes_home_and_says_the_same(
     found = model.recipe.predict(model.network(1), inputs, model.recipe.decoding)
     assert [made.text for made in found] == [made.text for made in expected]
     assert (folder / "model.safetensors").exists() == (trained.recipe.inputs == "images")
+    assert ("pictures as a pack stores them" in (folder / CARD).read_text()) == (trained.recipe.inputs == "images")
     [parity] = model.manifest.parity
     assert parity.exported == pytest.approx(parity.trained, rel=0.01)
 

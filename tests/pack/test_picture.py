@@ -8,6 +8,7 @@ from collections.abc import Callable
 
 import numpy as np
 import pytest
+import simplejpeg
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from PIL import Image, ImageCms
@@ -15,7 +16,7 @@ from PIL.JpegImagePlugin import JpegImageFile, get_sampling
 
 from pack.pictures import difference, opened, photo, quarters, saved, with_size, ycck
 from packtrain.pack.picture import MAX_PIXELS, UnusableImage, to_tiled
-from packtrain.pack.tiles import find_segments
+from packtrain.pack.tiles import QUALITY, find_segments
 
 SUBSAMPLINGS = {0: "4:4:4", 1: "4:2:2", 2: "4:2:0"}
 PHOTO = photo(120, 90)
@@ -40,6 +41,10 @@ def picture_of(data: bytes, short_side: int | None = None) -> Image.Image:
     assert image.size == (tiled.width, tiled.height)
     assert find_segments(tiled.jpeg).tolist() == tiled.segments.tolist()
     return image
+
+
+def saved_and_opened(image: Image.Image) -> Image.Image:
+    return opened(saved(image, "JPEG", quality=QUALITY, subsampling="4:2:0"))
 
 
 def colors(image: Image.Image) -> list[str]:
@@ -76,10 +81,32 @@ def test_a_jpeg_keeps_its_subsampling_its_tables_and_nearly_all_its_pixels(subsa
     assert difference(kept, opened(data)) < 0.6
 
 
+@pytest.mark.parametrize("subsampling", [*SUBSAMPLINGS, "gray"])
+@pytest.mark.parametrize("size", [(120, 90), (121, 91), (37, 53), (1, 1)])
+def test_pixels_stay_the_same_if_no_color_is_out_of_range(subsampling: int | str, size: tuple[int, int]) -> None:
+    soft = Image.fromarray(np.asarray(photo(*size)) // 2 + 64).convert("L" if subsampling == "gray" else "RGB")
+    data = saved(soft, "JPEG", quality=83, **({} if subsampling == "gray" else {"subsampling": subsampling}))
+    assert difference(picture_of(data), opened(data)) == 0
+
+
+@pytest.mark.parametrize("subsampling", [*SUBSAMPLINGS, "gray"])
+def test_colors_out_of_range_and_progressive_files_change_little(subsampling: int | str) -> None:
+    image = photo(121, 91).convert("L" if subsampling == "gray" else "RGB")
+    for progressive in (False, True):
+        options = {} if subsampling == "gray" else {"subsampling": subsampling}
+        data = saved(image, "JPEG", quality=83, progressive=progressive, **options)
+        assert difference(picture_of(data), opened(data)) < 0.01
+
+
+def test_a_smaller_copy_is_made_of_blended_colors() -> None:
+    """As every viewer shows them: only what is coded again in its own size goes without."""
+    data = saved(quarters(), "JPEG", subsampling=2, quality=90)
+    shown = Image.fromarray(simplejpeg.decode_jpeg(data)).resize((32, 24), Image.Resampling.LANCZOS)
+    assert difference(picture_of(data, 24), saved_and_opened(shown)) == 0
+
+
 @pytest.mark.parametrize("sampling", ["440", "411"])
 def test_a_rare_subsampling_becomes_4_4_4(sampling: str) -> None:
-    import simplejpeg
-
     data = simplejpeg.encode_jpeg(np.asarray(PHOTO), quality=90, colorsubsampling=sampling)
     kept = picture_of(data)
     assert SUBSAMPLINGS[get_sampling(kept)] == "4:4:4"

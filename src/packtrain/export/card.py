@@ -112,6 +112,13 @@ def _body(
             yield f"- {split}: {source.kind}, {', '.join(f'`{_last(path)}`' for path in source.paths)}"
     if job.data.held_out is not None:
         yield f"- valid: {job.data.share} of train, held out"
+    if recipe.inputs == "images":
+        yield ""
+        yield (
+            "It learned from pictures as a pack stores them: JPEGs that were coded again. Their pixels differ from the"
+            " originals by 0.06 of 255 on average in photographs, and by 0.8 in drawings with bright colors, so answers"
+            " for the originals may differ."
+        )
     yield ""
     yield "## How it was made"
     yield ""

@@ -9,6 +9,7 @@ those of a full decode, bit for bit.
 from __future__ import annotations
 
 import io
+from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import lru_cache
 from typing import Any, NamedTuple
@@ -85,8 +86,11 @@ def tile_mcus(mcus_per_row: int, mcu_width: int) -> int:
     return next((n for n in range(fewest, mcus_per_row) if mcus_per_row % n == 0), mcus_per_row)
 
 
-def encode(image: Image.Image, coding: Coding) -> Tiled:
-    """Encode an image of mode L or RGB as tiles, without metadata."""
+def encode(image: Image.Image, coding: Coding, size: tuple[int, int] | None = None) -> Tiled:
+    """Encode an image of mode L or RGB as tiles, without metadata.
+
+    `size` is its width and height without the pixels that complete its last MCUs.
+    """
     assert image.mode in ("L", "RGB"), image.mode
     mcu_width = 16 if image.mode == "RGB" and coding.subsampling != "4:4:4" else 8
     blocks = tile_mcus(-(-image.width // mcu_width), mcu_width)
@@ -98,23 +102,28 @@ def encode(image: Image.Image, coding: Coding) -> Tiled:
         options["qtables"] = [list(table) for table in coding.tables]
     out = io.BytesIO()
     image.save(out, "JPEG", **options)
-    jpeg = out.getvalue()
-    return Tiled(jpeg, find_segments(jpeg), image.width, image.height)
+    width, height = image.size if size is None else size
+    jpeg = with_size(out.getvalue(), width, height)
+    return Tiled(jpeg, find_segments(jpeg), width, height)
+
+
+def with_size(jpeg: bytes, width: int, height: int) -> bytes:
+    """Return the JPEG with another size in its header."""
+    at = next((at + 5 for kind, at, _ in _header(jpeg) if kind in _STARTS_OF_FRAME), None)
+    if at is None:
+        raise BadTiles("the JPEG has no size")
+    return b"".join([jpeg[:at], _size_bytes(width, height), jpeg[at + 4 :]])
+
+
+def _size_bytes(width: int, height: int) -> bytes:
+    return height.to_bytes(2, "big") + width.to_bytes(2, "big")
 
 
 def read_frame(jpeg: bytes | bytearray | memoryview) -> Frame:
     """Read the header of a sequential JPEG with a single scan; refuse everything else."""
     size = mcu = None
-    interval = components = 0
-    at = 2
-    if bytes(jpeg[:2]) != b"\xff\xd8":
-        raise BadTiles("not a JPEG")
-    while True:
-        at = _marker(jpeg, at)
-        kind = jpeg[at + 1]
-        end = at + 2 + (jpeg[at + 2] << 8 | jpeg[at + 3])
-        if kind in _STAND_ALONE or end < at + 4 or end > len(jpeg):
-            raise BadTiles(f"the JPEG's header is damaged at byte {at}")
+    interval = components = at = end = 0
+    for kind, at, end in _header(jpeg):
         if kind in _STARTS_OF_FRAME:
             if kind not in _SEQUENTIAL or size is not None:
                 raise BadTiles("the JPEG is progressive or of another kind without tiles")
@@ -123,9 +132,6 @@ def read_frame(jpeg: bytes | bytearray | memoryview) -> Frame:
             if end != at + 6:
                 raise BadTiles(f"the JPEG's header is damaged at byte {at}")
             interval = jpeg[at + 4] << 8 | jpeg[at + 5]
-        elif kind == _SOS:
-            break
-        at = end
     if size is None or mcu is None or end == at + 4 or jpeg[at + 4] != components:
         raise BadTiles("the JPEG's pixels are not in one scan")
     height, width = jpeg[size] << 8 | jpeg[size + 1], jpeg[size + 2] << 8 | jpeg[size + 3]
@@ -136,6 +142,21 @@ def read_frame(jpeg: bytes | bytearray | memoryview) -> Frame:
 
 # Headers of the same size and quality are the same bytes, and reading one takes as long as splicing.
 _known_frame = lru_cache(maxsize=4096)(read_frame)
+
+
+def _header(jpeg: bytes | bytearray | memoryview) -> Iterator[tuple[int, int, int]]:
+    """Yield the kind of each part of the header, and where it starts and ends; the last precedes coded pixels."""
+    at, kind = 2, 0
+    if bytes(jpeg[:2]) != b"\xff\xd8":
+        raise BadTiles("not a JPEG")
+    while kind != _SOS:
+        at = _marker(jpeg, at)
+        kind = jpeg[at + 1]
+        end = at + 2 + (jpeg[at + 2] << 8 | jpeg[at + 3])
+        if kind in _STAND_ALONE or end < at + 4 or end > len(jpeg):
+            raise BadTiles(f"the JPEG's header is damaged at byte {at}")
+        yield kind, at, end
+        at = end
 
 
 def _marker(jpeg: bytes | bytearray | memoryview, at: int) -> int:
@@ -250,7 +271,7 @@ def splice(
     new_width = min(width, end_column * tile_width) - new_left
     new_height = min(height, end_row * tile_height) - new_top
     at = frame.size_at
-    head[at : at + 4] = new_height.to_bytes(2, "big") + new_width.to_bytes(2, "big")
+    head[at : at + 4] = _size_bytes(new_width, new_height)
 
     # The wanted tiles of a row are adjacent in the file: one slice for each row. Their restart markers count from 0
     # to 7 through the file, so they are numbered again for the new one.
