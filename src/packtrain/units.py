@@ -43,8 +43,8 @@ _BYTES_PER: Mapping[str, int] = {
 
 
 def _pattern(*units: str) -> str:
-    """Return the pattern of a number with one of these units, as JSON Schema has patterns."""
-    return rf"^\s*\+?{_NUMBER}\s*(?:{'|'.join(units)})\s*$"
+    """Return the pattern of a number above 0 with one of these units, as JSON Schema has patterns."""
+    return rf"^(?=[^A-Za-z]*[1-9])\s*\+?{_NUMBER}\s*(?:{'|'.join(units)})\s*$"
 
 
 TIME_PATTERN = _pattern(*_SECONDS_PER)
@@ -52,7 +52,7 @@ STEPS_PATTERN = _pattern("step", "steps")
 DURATION_PATTERN = _pattern(*_SECONDS_PER, *_COUNTED)
 AMOUNT_PATTERN = _pattern(*_AMOUNTS)
 BYTES_PATTERN = _pattern(*_BYTES_PER)
-MACHINES_PATTERN = r"^\s*[0-9]+(?:\s*\.\.\s*[0-9]+)?\s*$"
+MACHINES_PATTERN = r"^\s*0*[1-9][0-9]*(?:\s*\.\.\s*[0-9]+)?\s*$"
 
 
 def amount_pattern(unit: str) -> str:

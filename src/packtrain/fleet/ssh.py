@@ -17,6 +17,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any, TypeVar
 
+from pydantic import Field
 from pydantic_core import InitErrorDetails
 
 from packtrain.errors import Mistake, PacktrainError
@@ -59,7 +60,7 @@ Answer = TypeVar("Answer")
 class ListedHosts(FleetKind):
     """Machines by their names; all of them, unless the job says how many."""
 
-    hosts: tuple[Destination, ...]
+    hosts: Annotated[tuple[Destination, ...], Field(json_schema_extra={"minItems": 1, "uniqueItems": True})]
 
     @classmethod
     def arrange(cls, given: dict[str, Any], problems: list[InitErrorDetails]) -> dict[str, Any]:  # noqa: ARG003

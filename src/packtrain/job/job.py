@@ -11,12 +11,14 @@ from pathlib import PurePosixPath
 from typing import Annotated, Any, Literal
 
 from pydantic import (
+    ConfigDict,
     Field,
     GetCoreSchemaHandler,
     PlainValidator,
     SerializationInfo,
     SerializerFunctionWrapHandler,
     ValidationError,
+    WithJsonSchema,
     model_serializer,
 )
 from pydantic_core import CoreSchema, InitErrorDetails, core_schema
@@ -39,6 +41,7 @@ from packtrain.job.kinds import (
     word_of,
 )
 from packtrain.job.part import (
+    CODE_PATTERN,
     REQUIRED,
     Argument,
     BatchSize,
@@ -84,7 +87,7 @@ MIN_VOCABULARY = 300  # every byte, the special tokens, and a few merges
 
 Option = bool | int | float | str
 
-_FOLDER_NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9._-]{0,99}")
+FOLDER_NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9._-]{0,99}")
 _SHARE = re.compile(r"([0-9]{1,2}(?:\.[0-9]{1,3})?) *%", re.ASCII)
 _OPTION = re.compile(r"[a-z][a-z0-9_]{0,62}")
 _RECIPES_ONLY = "applies to recipes only, not to programs"
@@ -116,7 +119,7 @@ class DataSettings(Part):
     max_words: Ordinal = 80
     max_ratio: Annotated[float, Field(strict=True, ge=1, allow_inf_nan=False)] = 9.0
     joint: Boolean = True
-    sizes: tuple[Pixels, ...] = ()
+    sizes: Annotated[tuple[Pixels, ...], Field(json_schema_extra={"uniqueItems": True})] = ()
     stage: Boolean = False
     pack: Annotated[str, matching(r"[A-Za-z0-9][A-Za-z0-9._-]{0,199}", "the name of a pack")] | None = None
     held_out: Annotated[float, Field(strict=True, gt=0, le=0.5)] | None = None
@@ -261,6 +264,11 @@ class RateScale(Part):
     its square root."""
 
     harmless = frozenset({"linear", "sqrt"})
+    model_config = ConfigDict(
+        json_schema_extra={
+            "oneOf": [{"required": [word], "properties": {word: {"type": "string"}}} for word in ("linear", "sqrt")]
+        }
+    )
 
     linear: BatchSize | None = None
     sqrt: BatchSize | None = None
@@ -473,7 +481,7 @@ def _read_inputs(value: object) -> dict[str, str]:
     for place, (name, path) in zip(listed if isinstance(listed, Mapping) else range(len(named)), named, strict=True):
         if fault := input_path_fault(path):
             problems.append(problem(fault, place))
-        elif not _FOLDER_NAME.fullmatch(name) or name in seen:
+        elif not FOLDER_NAME.fullmatch(name) or name in seen:
             fault = "there twice" if name in seen else "no name for a folder"
             problems.append(problem(f"{quoted(name, 60)} is {fault}; write a mapping, such as {{corpus: PATH}}", place))
         seen.add(name)
@@ -541,10 +549,27 @@ _RECIPE_SECTIONS = ("data", "model", "train", "evaluate")
 _SECTIONS = (*_RECIPE_SECTIONS, "checkpoint", "fleet", "budget", "report")
 
 
+# The first word is the path of a script, and never an option.
+Command = Annotated[
+    tuple[Argument, ...],
+    WithJsonSchema(
+        {
+            "type": "array",
+            "items": {"type": "string"},
+            "minItems": 1,
+            "prefixItems": [{"type": "string", "pattern": rf"{CODE_PATTERN}(?!-)"}],
+        }
+    ),
+]
+_OUTPUTS_IN_SCHEMA = WithJsonSchema(
+    {"type": "array", "items": {"type": "string", "pattern": rf"{CODE_PATTERN}(?![./]*$)"}}
+)
+
+
 class ProgramSettings(Part):
     """The command of a program, and arguments that follow it once a checkpoint was restored."""
 
-    command: tuple[Argument, ...]
+    command: Command
     resume: tuple[Argument, ...] = ()
 
     @property
@@ -580,7 +605,7 @@ class Job(Part):
     code: CodeRoot = "."
     directory: CodePath = "."
     environment: tuple[Variable, ...] = ()
-    outputs: tuple[CodePath, ...] = ()
+    outputs: Annotated[tuple[CodePath, ...], _OUTPUTS_IN_SCHEMA] = ()
     origin: CodeOrigin | None = None
     weights: Annotated[str, matching(r"run:\S{1,1000}", _RUN_NAME)] | None = None
     parent: Parent | None = None

@@ -49,7 +49,9 @@ MAX_INTEGER = 2**63 - 1
 _SHOWN = 60  # characters of a value that an error repeats
 
 _NAME = re.compile(r"[a-z0-9][a-z0-9-]{0,62}")  # a hyphen first would make it an option of some program
-_OWN_RECIPE = re.compile(r"[A-Za-z_]\w*(\.[A-Za-z_]\w*)*:[A-Za-z_]\w*", re.ASCII)
+_IDENTIFIER = "[A-Za-z_][A-Za-z0-9_]*"
+_OWN_RECIPE = re.compile(rf"{_IDENTIFIER}(\.{_IDENTIFIER})*:{_IDENTIFIER}")
+OWN_RECIPE_PATTERN = f"^{_OWN_RECIPE.pattern}$"
 _ADDRESS = re.compile(r"[A-Za-z][A-Za-z0-9+.-]*://|store:")
 _CONTROL = re.compile("[\x00-\x1f\x7f-\x9f\ud800-\udfff]")
 _NUMBER = re.compile(r"[-+]?[0-9]+(\.[0-9]*)?([eE][-+]?[0-9]+)?")
@@ -300,6 +302,30 @@ def _variable_fault(text: str) -> str | None:
     return f"{quoted(text, _SHOWN)} is not a valid variable name"
 
 
+# Paths as a JSON Schema can check them. It cannot count how often a path goes up after two directories or more, such as
+# in a/b/../../..; everything else of the rules below is in these patterns.
+_NO_PATH = r"~|\s*$|[\s\S]*[\u0000-\u001f\u007f-\u009f]"
+_GOES_OUT = r"(?:\./+|[^/]+/+\.\./+)*\.\.(?:/|$)"
+_SOME_ADDRESS = f"(?:{_ADDRESS.pattern})"
+
+
+def _path_pattern(addresses: str, refused: str = _GOES_OUT) -> str:
+    """Return the pattern of a path that does not begin with `refused`, or of one of these addresses."""
+    return f"^(?!{_NO_PATH})(?:(?={addresses})|(?!{_SOME_ADDRESS}|{refused}))"
+
+
+def _one_of(schemes: Iterable[str], any_case: bool = False) -> str:
+    texts = "|".join(schemes)
+    return re.sub("[a-z]", lambda letter: f"[{letter[0]}{letter[0].upper()}]", texts) if any_case else texts
+
+
+CODE_PATTERN = f"^(?!{_NO_PATH}|/|{_SOME_ADDRESS}|{_GOES_OUT})"
+"""Paths inside the directory of the job file."""
+CODE_ROOT_PATTERN = rf"^(?:(?:\.\.?(?:/+|$))+$|{CODE_PATTERN.removeprefix('^')})"
+"""Such a path, or one to a directory above."""
+INPUT_PATTERN = _path_pattern(_one_of(_INPUT_SCHEMES))
+
+
 def _path_fault(text: str) -> str | None:
     if not text.strip():
         return "must not be empty"
@@ -403,15 +429,15 @@ def _write_machines(machines: Machines) -> int | str:
 
 
 Name = Annotated[str, _string(_name_fault, f"^{_NAME.pattern}$")]
-RecipeName = Annotated[str, _string(_recipe_fault, f"^(?:{_NAME.pattern}|{_OWN_RECIPE.pattern})$")]
+RecipeName = Annotated[str, _string(_recipe_fault, OWN_RECIPE_PATTERN)]  # the schema lists the built-in ones itself
 ScoreName = Annotated[str, matching(r"[a-z][a-z0-9_-]{0,62}", "a valid score name")]
-Variable = Annotated[str, _string(_variable_fault, "^[A-Za-z_][A-Za-z0-9_]*$")]
-DataPath = Annotated[str, _string(_data_path_fault)]
-StorePath = Annotated[str, _string(_store_path_fault)]
-TrackingPath = Annotated[str, _string(_tracking_fault)]
-CodePath = Annotated[str, _string(code_path_fault)]
-CodeRoot = Annotated[str, _string(code_root_fault)]
-DirectoryPath = Annotated[str, _string(_directory_fault)]
+Variable = Annotated[str, _string(_variable_fault, "^[A-Za-z_][A-Za-z0-9_]{0,254}$")]
+DataPath = Annotated[str, _string(_data_path_fault, _path_pattern(_one_of(_DATA_SCHEMES, any_case=True)))]
+StorePath = Annotated[str, _string(_store_path_fault, _path_pattern(_SOME_ADDRESS))]
+TrackingPath = Annotated[str, _string(_tracking_fault, _path_pattern(f"{_SOME_ADDRESS}|file:"))]
+CodePath = Annotated[str, _string(code_path_fault, CODE_PATTERN)]
+CodeRoot = Annotated[str, _string(code_root_fault, CODE_ROOT_PATTERN)]
+DirectoryPath = Annotated[str, _string(_directory_fault, _path_pattern("(?!)", refused="(?!/)"))]
 ByteSize = Annotated[str, _string(_size_fault, BYTES_PATTERN)]
 Argument = Annotated[str, _string(_argument_fault, "")]
 Count = Annotated[int, Field(strict=True, ge=0, le=MAX_INTEGER)]

@@ -1,7 +1,7 @@
 """JSON Schema of the job file, for editors: made of the settings that check a job, and of the tables in docs/job.md.
 
-A job that loads is valid by the schema. The schema cannot know everything: rules between fields, files and machines are
-checked when a job is loaded.
+A job that loads is valid by the schema. The schema cannot know everything: sums and comparisons of numbers that are
+written in texts, what files hold and what machines have are checked when a job is loaded.
 """
 
 from __future__ import annotations
@@ -13,6 +13,7 @@ from importlib.resources import files
 from typing import Any, Protocol
 
 from packtrain.job.job import (
+    FOLDER_NAME,
     AugmentSettings,
     BudgetSettings,
     CacheSettings,
@@ -28,9 +29,9 @@ from packtrain.job.job import (
     ReportSettings,
     TrainSettings,
 )
-from packtrain.job.kinds import EXCHANGES, FLEETS, FORMATS, OPTIMIZERS, SCHEDULES, kind_class
-from packtrain.job.part import Part
-from packtrain.units import Amount, Duration, Machines, amount_pattern
+from packtrain.job.kinds import EXCHANGES, FLEETS, FORMATS, OPTIMIZERS, SCHEDULES, FleetKind, kind_class
+from packtrain.job.part import INPUT_PATTERN, Part
+from packtrain.units import TIME_PATTERN, Amount, Duration, Machines, amount_pattern
 
 DIALECT = "https://json-schema.org/draft/2020-12/schema"
 
@@ -59,8 +60,13 @@ _WITHIN: Mapping[str, tuple[type[Part], str]] = {
 }
 _STORED = ("origin", "inputs", "parent")  # fields of a run's job that a job file does not have
 _PLAIN = {"type": ["string", "number", "boolean"]}
-_SHARE = {"type": "string", "pattern": r"^\s*[0-9.]+\s*%\s*$", "examples": ["5 %"]}
-_PATH = {"type": "string", "pattern": r"\S"}
+_SHARE = {  # above 0, and at most 50
+    "type": "string",
+    "pattern": r"^\s*(?=[0-9.]*[1-9])(?:50(?:\.0{1,3})?|[0-4]?[0-9](?:\.[0-9]{1,3})?) *%\s*$",
+    "examples": ["5 %"],
+}
+_INPUT = {"type": "string", "pattern": INPUT_PATTERN}
+_NULL = {"type": "null"}
 
 
 class RecipeFacts(Protocol):
@@ -68,6 +74,7 @@ class RecipeFacts(Protocol):
 
     unit: str
     contents: frozenset[str]
+    supports_augment: bool
     sizes: Mapping[str, Any]
 
 
@@ -83,15 +90,17 @@ def job_schema(recipes: Mapping[str, type[RecipeFacts]] | Mapping[str, RecipeFac
         properties[name] = {"anyOf": [_ref(name), {"type": "null"}], "description": texts["job", name]}
     # Shown with its description whatever the job runs; which form it has is said below.
     properties["data"] = {"description": texts["job", "data"]}
-    own = {"type": "string", "pattern": properties["recipe"]["anyOf"][0]["pattern"]}
-    properties["recipe"] |= {"anyOf": [{"enum": list(recipes)}, own, {"type": "null"}]}
     command = ProgramSettings.model_json_schema(mode="validation")["properties"]["command"]
     properties["program"]["anyOf"].insert(0, _completed(command, is_schema=True))  # the command alone
+    properties["recipe"]["anyOf"].insert(0, {"enum": list(recipes)})
     families = {name: _kinds(words, texts, name) for words, name in _FAMILIES.values()}
     named = {"source": _source(texts), "inputs": _inputs(), **_within(texts)}
-    none = {"type": "null"}
-    of_program = {"data": _ref("inputs"), "recipe": none, "model": none, "train": none, "evaluate": none}
-    rules = [_recipe(name, recipe) for name, recipe in recipes.items()]
+    of_recipe = dict.fromkeys(("model", "train", "evaluate", "weights"), _NULL)
+    saved = {"properties": {"every": {"pattern": TIME_PATTERN}, "keep_best": {"maximum": 0}, "best_by": _NULL}}
+    of_program = {"data": _ref("inputs"), "recipe": _NULL, "checkpoint": saved, **of_recipe}
+    of_data = {"if": {"not": _set("recipe")}, "then": {"properties": of_recipe}}
+    rules = [of_data, *(_recipe(name, recipe) for name, recipe in recipes.items())]
+    not_program = {"data": _ref("data"), "outputs": {"maxItems": 0}, "directory": {"const": "."}}
     return {
         "$schema": DIALECT,
         "title": "Packtrain job",
@@ -100,11 +109,26 @@ def job_schema(recipes: Mapping[str, type[RecipeFacts]] | Mapping[str, RecipeFac
         "required": ["name"],
         "additionalProperties": False,
         "anyOf": [{"required": [name]} for name in ("recipe", "program", "data")],
-        "if": {"required": ["program"], "properties": {"program": {"type": ["array", "object"]}}},
+        "if": _set("program"),
         "then": {"properties": of_program},
-        "else": {"properties": {"data": _ref("data")}, "required": ["data"], "allOf": rules},
+        "else": {"properties": not_program, "required": ["data"], "allOf": rules},
+        "dependentSchemas": {"budget": _budget()},
         "$defs": {**sections, **families, **named, **_nested(texts)},
     }
+
+
+def _set(name: str) -> Schema:
+    """Return the schema of mappings in which a field has a value."""
+    return {"required": [name], "properties": {name: {"not": _NULL}}}
+
+
+def _budget() -> Schema:
+    """A limit in dollars needs the price of a machine, unless the fleet knows it."""
+    rented = [word for word in FLEETS if kind_class(FLEETS, word).hourly_prices is not FleetKind.hourly_prices]
+    priced = {"type": "object", "anyOf": [_set("price"), *({"required": [word]} for word in rented)]}
+    in_dollars = {"properties": {"budget": {"type": "object", **_set("dollars")}}}
+    with_price = {"required": ["fleet"], "properties": {"fleet": {"anyOf": [{"enum": rented}, priced]}}}
+    return {"if": in_dollars, "then": with_price}
 
 
 # Parts.
@@ -115,6 +139,7 @@ def _data(texts: Descriptions) -> Schema:
     made = _part(DataSettings, texts, "data")
     del made["properties"]["held_out"]
     made["properties"]["valid"]["anyOf"].append(_SHARE)
+    made["properties"]["train"]["anyOf"][1]["minItems"] = 1
     return made
 
 
@@ -136,7 +161,8 @@ def _part(kind: type[Part], texts: Descriptions, scope: str) -> Schema:
         if text := describe(texts, scope, name):
             field["description"] = text
     required = [name for name in made.get("required", ()) if name not in kind.filled_in]
-    return {"type": "object", "properties": found, "additionalProperties": False} | (
+    rules = {"oneOf": made["oneOf"]} if "oneOf" in made else {}
+    return {"type": "object", "properties": found, "additionalProperties": False, **rules} | (
         {"required": required} if required else {}
     )
 
@@ -228,25 +254,32 @@ def _source(texts: Descriptions) -> Schema:
     for word in FORMATS:
         kind = kind_class(FORMATS, word)
         made = _part(kind, texts, "source")["properties"]
-        del made["paths"]
-        listed = {"type": "array", "items": _PATH, "minItems": min(kind.path_counts), "maxItems": max(kind.path_counts)}
-        choices = [*([_PATH] if 1 in kind.path_counts else []), listed]
+        path = made["paths"]["items"]
+        listed = {"type": "array", "items": path, "minItems": min(kind.path_counts), "maxItems": max(kind.path_counts)}
+        choices = [*([path] if 1 in kind.path_counts else []), listed]
         properties[word] = {"anyOf": choices, "description": texts["source", word], "examples": [kind.example]}
-        properties |= {name: schema for name, schema in made.items() if name not in properties}
-        own[word] = [word, *made]
+        fields = [name for name in made if name != "paths"]
+        properties |= {name: made[name] for name in fields if name not in properties}
+        own[word] = [word, *fields]
+    one_file = {"anyOf": [{"type": "string"}, {"type": "array", "maxItems": 1}]}
+    of_columns = {"if": _set("columns"), "then": {"properties": dict.fromkeys(FORMATS, one_file)}}
     return {
         "type": "object",
         "properties": properties,
         "additionalProperties": False,
         "anyOf": [{"required": [word]} for word in FORMATS],
         "dependentSchemas": {word: {"propertyNames": {"enum": names}} for word, names in own.items()},
+        "allOf": [of_columns, {"if": _set("last"), "then": {"properties": {"without_last": _NULL}}}],
     }
 
 
 def _inputs() -> Schema:
     """Return what `data` is for a program."""
-    mapping = {"type": "object", "additionalProperties": _PATH}
-    return {"anyOf": [_PATH, {"type": "array", "items": _PATH}, mapping]}
+    names = {"pattern": f"^{FOLDER_NAME.pattern}$"}
+    # The last part of a path without a name becomes its name; a dot or an empty part is left out of paths.
+    unnamed = {**_INPUT, "allOf": [{"pattern": rf"(?:^|/){FOLDER_NAME.pattern}(?:/+\.?)*$"}]}
+    mapping = {"type": "object", "propertyNames": names, "additionalProperties": _INPUT}
+    return {"anyOf": [unnamed, {"type": "array", "items": unnamed, "uniqueItems": True}, mapping]}
 
 
 # Recipes.
@@ -264,12 +297,15 @@ def _recipe(name: str, recipe: type[RecipeFacts] | RecipeFacts) -> Schema:
     one = _without(word for word in FORMATS if word not in learns)
     split = {"anyOf": [{"type": "array", "items": one}, {"type": "object", **one}, _SHARE]}
     amount = {"type": ["string", "null"], "pattern": amount_pattern(recipe.unit)}
+    train = {"batch": amount, "micro_batch": amount, "scale_rate": {"properties": {"linear": amount, "sqrt": amount}}}
+    if not recipe.supports_augment:
+        train["augment"] = _NULL
     return {
         "if": {"required": ["recipe"], "properties": {"recipe": {"const": name}}},
         "then": {
             "properties": {
                 "model": _model_of(recipe),
-                "train": {"properties": {"batch": amount, "micro_batch": amount}},
+                "train": {"properties": train},
                 "data": {"properties": dict.fromkeys(("train", "valid", "test"), split)},
             }
         },
@@ -279,14 +315,16 @@ def _recipe(name: str, recipe: type[RecipeFacts] | RecipeFacts) -> Schema:
 def _model_of(recipe: type[RecipeFacts] | RecipeFacts) -> Schema:
     sizes = {"enum": list(recipe.sizes)}
     options = asdict(next(iter(recipe.sizes.values())))
-    properties = {name: _option(default) for name, default in options.items()}
+    properties = {name: _option(name, default) for name, default in options.items()}
     made = {"type": "object", "properties": {"size": sizes, **properties}, "additionalProperties": False}
     return {"anyOf": [sizes, made, {"type": "null"}]}
 
 
-def _option(default: object) -> Schema:
+def _option(name: str, default: object) -> Schema:
     if isinstance(default, str):
         return {"type": "string"}
+    if name.endswith("dropout"):
+        return {"type": "number", "minimum": 0, "exclusiveMaximum": 1}
     return {"type": "integer" if isinstance(default, int) else "number", "minimum": 0}
 
 

@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterator, Mapping
 from itertools import pairwise
 from typing import TYPE_CHECKING, Annotated
 
-from pydantic import PlainSerializer, PlainValidator
+from pydantic import Field, PlainSerializer, PlainValidator
 
 from packtrain.job.job import EpochSettings, TrainSettings
 from packtrain.job.kinds import ScheduleKind
@@ -332,7 +332,7 @@ class PhasesSettings(ScheduleKind):
 
     harmless = frozenset({"phases"})
 
-    phases: tuple[Phase, ...]
+    phases: Annotated[tuple[Phase, ...], Field(json_schema_extra={"minItems": 1})]
 
     @property
     def in_words(self) -> str:
