@@ -12,11 +12,12 @@ from packtrain.errors import Mistake
 from packtrain.job.job import DataSettings, Job
 from packtrain.pack import pairs
 from packtrain.pack.build import PlainProgress
-from packtrain.pack.manifest import Manifest
+from packtrain.pack.manifest import Manifest, RawText
 from packtrain.pack.packing import digest, pack, settings_of
 from packtrain.pack.vocabulary import Vocabulary
 from packtrain.pack.workers import InProcess
 from packtrain.store import Store, open_store
+from parts.runs import recipe_job
 from parts.s3 import S3Server
 
 
@@ -54,6 +55,24 @@ def test_the_manifest_has_the_size_and_hash_of_every_file(directory_store: Store
     for file in files:
         data = directory_store.get(f"packs/{manifest.name}/{file.name}")
         assert (file.bytes, file.sha256) == (len(data), hashlib.sha256(data).hexdigest())
+
+
+@pytest.mark.parametrize("held_out", [None, "50%"])
+def test_the_manifest_has_the_size_of_the_raw_text_on_each_side(
+    held_out: str | None, directory_store: Store, tmp_path: Path
+) -> None:
+    """As `wc` counts it, whatever is left out, compressed or held out to validate."""
+    numbers = range(20)
+    sides = ["The same.\nThe same.\n\n" + "".join(f"word {number}\n" for number in numbers)]
+    sides.append("Größe.\nGröße.\nleer\n" + "".join(f"das Wort {number}\n" for number in numbers))
+    (tmp_path / "train.en").write_text(sides[0], "utf-8")
+    (tmp_path / "train.de.gz").write_bytes(gzip.compress(sides[1].encode()))
+    train = [{"bitext": [str(tmp_path / "train.en"), str(tmp_path / "train.de.gz")]}]
+    valid = {"valid": held_out} if held_out else {"valid": [{"bitext": [str(tmp_path / "train.en")] * 2}]}
+    job = recipe_job(data={"train": train, "vocabulary": 300, **valid})
+    splits = quietly(job, directory_store, allow_drops=True).splits
+    assert splits["train"].raw == tuple(RawText(len(side.encode()), 23) for side in sides)
+    assert splits["valid"].raw == (() if held_out else (RawText(len(sides[0]), 23),) * 2)
 
 
 def test_packing_again_reads_the_manifest_and_writes_nothing(

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from packtrain.pack.manifest import FORMAT, Drops, Manifest, ShardFile, Split
+from packtrain.pack.manifest import FORMAT, Drops, Manifest, RawText, ShardFile, Split
 from packtrain.report.account import checkpoints, compared, data_set, faults, forecast, money
 from packtrain.report.cost import Cost
 from packtrain.report.finding import Finding, Rows
@@ -185,6 +185,18 @@ def test_the_size_of_the_data_comes_from_the_manifest() -> None:
     assert found is not None
     assert found.answer == "1,000 pairs to train on (5.0 MB packed), 50 to validate; training went through it 4 times."
     assert (found.verdict, rows_of(found)[0]) == ("good", ("train", "1,000", "0", "0", "1", "5.0 MB"))
+
+
+def test_the_raw_text_of_each_side_is_stated() -> None:
+    manifest = a_manifest()
+    raw = (RawText(637_000_000, 4_562_102), RawText(711_000_000, 4_562_102))
+    manifest.splits["train"] = replace(manifest.splits["train"], raw=raw)
+    found = data_set(evidence_of(steps_of(), manifest=manifest))
+    assert found is not None
+    assert found.answer.endswith(" The raw training text has 4,562,102 lines a side: 637 MB and 711 MB.")
+    tables = [figure.rows for figure in found.figures if isinstance(figure, Rows)]
+    assert tables[1] == (("train", "source", "637 MB", "4,562,102"), ("train", "target", "711 MB", "4,562,102"))
+    assert (found.numbers["raw_source_bytes"], found.numbers["raw_target_lines"]) == (637e6, 4_562_102)
 
 
 def test_unusable_samples_are_worth_knowing() -> None:

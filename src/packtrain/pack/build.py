@@ -16,7 +16,7 @@ from typing import Protocol
 
 from packtrain.job.job import DataSettings
 from packtrain.job.kinds import Source
-from packtrain.pack.manifest import Drops, PackFile, ShardFile, Split, pack_key, sized_split
+from packtrain.pack.manifest import Drops, PackFile, RawText, ShardFile, Split, pack_key, sized_split
 from packtrain.pack.raw import DropCounter
 from packtrain.pack.shard import Columns, encode_shard, names_digest
 from packtrain.pack.workers import Workers
@@ -159,6 +159,7 @@ class SplitBuild:
     shards: list[FinishedShard] = field(default_factory=list)
     filtered: DropCounter = field(default_factory=DropCounter)
     dropped: DropCounter = field(default_factory=DropCounter)
+    raw: tuple[RawText, ...] = ()
 
     def finish(self) -> Split:
         ordered = self._ordered()
@@ -171,6 +172,7 @@ class SplitBuild:
             _merged([drops_of(self.dropped), *(finished.dropped for finished in ordered)]),
             tuple(counts),
             tuple(finished.shard for finished in ordered if finished.shard.samples),
+            self.raw,
         )
 
     def finish_copy(self, size: int) -> Split:

@@ -52,10 +52,19 @@ class Drops:
 
 
 @dataclass(frozen=True)
+class RawText:
+    """One side of the pairs as they were read, before anything was left out: its lines, and their bytes in UTF-8."""
+
+    bytes: Count
+    lines: Count
+
+
+@dataclass(frozen=True)
 class Split:
     """`filtered` are raw samples that the settings leave out, `dropped` those that are unusable, by reason.
 
-    `sources` is the number of samples from each source, in order.
+    `sources` is the number of samples from each source, in order; `raw` has both sides of pairs. What is held out of
+    the training data is in its `raw`, and has none of its own.
     """
 
     samples: Count
@@ -63,6 +72,7 @@ class Split:
     dropped: dict[str, Drops]
     sources: Many[Count]
     shards: Annotated[Many[ShardFile], Field(min_length=1)]
+    raw: Many[RawText] = ()
 
     def show_share(self, count: int) -> str:
         share = self.share_of(count)

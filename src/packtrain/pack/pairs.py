@@ -7,8 +7,8 @@ from __future__ import annotations
 
 import hashlib
 from array import array
-from collections.abc import Iterator
-from dataclasses import replace
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import numpy as np
@@ -28,6 +28,7 @@ from packtrain.pack.build import (
     put_file,
     splits_of,
 )
+from packtrain.pack.manifest import RawText
 from packtrain.pack.raw import DropCounter, TextPair
 from packtrain.pack.shard import Columns, Ragged
 from packtrain.pack.vocabulary import BOS, EOS, MAX_TEXT_BYTES, Vocabulary, is_too_long
@@ -111,26 +112,51 @@ Chosen = Iterator[tuple[int, int, TextPair]]
 """Pairs, each with the number of its source and its line there."""
 
 
+@dataclass
+class _RawCounter:
+    """Counts both sides of the pairs that are read."""
+
+    lines: int = 0
+    source_bytes: int = 0
+    target_bytes: int = 0
+
+    def __call__(self, pair: TextPair) -> None:
+        self.lines += 1
+        self.source_bytes += _bytes_of(pair.source)
+        self.target_bytes += _bytes_of(pair.target)
+
+    @property
+    def sides(self) -> tuple[RawText, RawText]:
+        return RawText(self.source_bytes, self.lines), RawText(self.target_bytes, self.lines)
+
+
+def _bytes_of(line: str) -> int:
+    return 1 + (len(line) if line.isascii() else len(line.encode(errors="surrogatepass")))  # with its line feed
+
+
 def _trained(packing: Packing, contents: PackContents, again: NDArray[np.bool_]) -> Chosen:
-    build = contents.splits["train"]
-    kept = _kept(packing, build.dropped, build.filtered)
+    build, raw = contents.splits["train"], _RawCounter()
+    kept = _kept(packing, build.dropped, build.filtered, count=raw)
     for repeats, (index, name, line, pair) in zip(again, kept, strict=True):
         if repeats:
             build.filtered(DUPLICATE, name)
         else:
             yield index, line, pair
+    build.raw = raw.sides
 
 
 def _evaluated(contents: PackContents, split: str, sources: Sources) -> Chosen:
     """Yield all pairs of an evaluation split: filtering them would make scores incomparable."""
-    dropped = contents.splits[split].dropped
+    dropped, raw = contents.splits[split].dropped, _RawCounter()
     for index, source in enumerate(sources):
         for name, line, pair in _read(source, dropped):
+            raw(pair)
             if is_too_long(pair.source) or is_too_long(pair.target):
                 dropped(TOO_LONG, name)
                 continue
             contents.fingerprints[split].append(fingerprint(pair))
             yield index, line, pair
+    contents.splits[split].raw = raw.sides
 
 
 def _held_out(packing: Packing, contents: PackContents) -> Chosen:
@@ -144,7 +170,11 @@ def _held_out(packing: Packing, contents: PackContents) -> Chosen:
 
 
 def _kept(
-    packing: Packing, dropped: Drop, filtered: Drop, held_out: bool = False
+    packing: Packing,
+    dropped: Drop,
+    filtered: Drop,
+    held_out: bool = False,
+    count: Callable[[TextPair], None] = lambda _: None,
 ) -> Iterator[tuple[int, str, int, TextPair]]:
     """Yield the pairs of the training data that the settings keep: the number of their source, their name and line.
 
@@ -152,6 +182,7 @@ def _kept(
     """
     for index, source in enumerate(packing.data.train):
         for name, line, pair in _read(source, dropped):
+            count(pair)
             # By the source alone: the same sentence with another translation is no test either.
             if is_held_out(pair.source.encode(errors="surrogatepass"), packing.data.held_out) != held_out:
                 continue

@@ -28,6 +28,7 @@ _FILES = {
     "worker.safetensors": "the weights of a worker between two exchanges, to resume",
     "state.json": "progress, versions and what the weights belong to",
 }
+_SIDES = ("source", "target")
 _WITHIN = 0.2  # a forecast that is closer is called right
 _ROUGHLY = 1.0  # and of a speed that nobody measured, one by less than twice
 
@@ -244,11 +245,19 @@ def data_set(evidence: Evidence) -> Finding | None:
         answer += f", {show_count(splits[name].samples)} {word}" if name in splits else ""
     epochs = evidence.steps[-1].values["epoch"] if evidence.steps else 0.0
     answer += f"; training went through it {epochs:.3g} times." if epochs else "."
+    if train.raw:
+        sides = " and ".join(show_bytes(side.bytes) for side in train.raw)
+        answer += f" The raw training text has {counted(train.raw[0].lines, 'line')} a side: {sides}."
     rows = tuple(
         (name, show_count(split.samples), show_count(sum(one.count for one in split.filtered.values())),
          show_count(sum(one.count for one in split.dropped.values())), str(len(split.shards)), show_bytes(size[name]))
         for name, split in manifest.splits.items()
     )  # fmt: skip
+    raw = tuple(
+        (name, side, show_bytes(text.bytes), show_count(text.lines))
+        for name, split in splits.items()
+        for side, text in zip(_SIDES, split.raw, strict=False)
+    )
     dropped = train.share_of(sum(one.count for one in train.dropped.values()))
     facts = [f"From the manifest of pack {manifest.name}. `packtrain pack --stats` shows lengths and samples."]
     if manifest.classes:
@@ -256,8 +265,15 @@ def data_set(evidence: Evidence) -> Finding | None:
     facts += [f"Left out of train: {drops.count:,} ({reason})." for reason, drops in train.dropped.items()]
     return Finding(
         key, "run", question, answer, "note" if dropped > 0.01 else "good", tuple(facts),
-        (Rows(("split", "samples", "filtered", "unusable", "shards", "size"), rows),),
-        {"samples": float(train.samples), "bytes": float(size["train"]), "epochs": epochs},
+        (
+            Rows(("split", "samples", "filtered", "unusable", "shards", "size"), rows),
+            *((Rows(("split", "side", "raw text", "lines"), raw),) if raw else ()),
+        ),
+        {
+            "samples": float(train.samples), "bytes": float(size["train"]), "epochs": epochs,
+            **{f"raw_{side}_bytes": float(text.bytes) for side, text in zip(_SIDES, train.raw, strict=False)},
+            **{f"raw_{side}_lines": float(text.lines) for side, text in zip(_SIDES, train.raw, strict=False)},
+        },
     )  # fmt: skip
 
 
