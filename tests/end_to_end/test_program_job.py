@@ -69,6 +69,7 @@ COUNT_WORDS = """#!/bin/sh
 if python -c 'import torch' 2>/dev/null; then echo 'torch is there'; exit 9; fi
 if [ -n "${RANK+set}" ]; then echo 'it has a rank'; exit 9; fi
 mkdir -p out
+echo 'step 1: loss 2.5'
 wc -w < "$1" > out/words
 echo done > "$PACKTRAIN_CHECKPOINTS/state"
 """
@@ -89,5 +90,6 @@ def test_a_program_in_any_language_needs_no_torch_and_may_read_beside_its_direct
     run = pt.open("words", str(tmp_path / "store"))
     fetch_newest(run._run, tmp_path / "back", pytest.fail)
     assert read_files(tmp_path / "back") == {"state": b"done\n"}
+    assert [point.values for point in run.points() if point.step == 1] == [{"loss": 2.5}]
     store = open_store(str(tmp_path / "store"))
     assert store.get("runs/words-1/outputs/project/out/words").split() == [b"3"]

@@ -23,9 +23,10 @@ from packtrain.node.metrics import (
     found_event_files,
     open_event_files,
     parse_line,
+    parse_printed,
 )
 from packtrain.run.checkpoint import FORMAT, Checkpoint
-from packtrain.run.records import Generation, Point, decode
+from packtrain.run.records import Generation, LogLine, Point, decode
 from packtrain.run.run import Run
 from packtrain.store import Store, StoreError
 from packtrain.train.control import Control
@@ -58,6 +59,22 @@ def test_numbers_of_one_step_are_one_point_also_if_some_come_later() -> None:
     table.add(Logged(7, 4.0, {"val/loss": 0.6}))
     assert values(table.take()) == {7: {"loss": 0.5, "accuracy": 0.9, "val/loss": 0.6}}
     assert table.take() == []
+
+
+def test_a_row_has_the_time_of_the_counter_that_counts_most() -> None:
+    """As Lightning writes them: the loss of each of 100 steps, and at the end of each of five epochs a score by epochs
+    and the number of the epoch by steps."""
+    table = a_table()
+    for step in range(100):
+        table.add(Logged(step, 1000.0 + step / 10, {"train_loss": 1.0}))
+        if step % 20 == 19:
+            table.add(Logged(step // 20, 1000.0 + step / 10, {"val_accuracy": 0.5}))
+            table.add(Logged(step, 1000.0 + step / 10, {"epoch": step // 20}))
+            table.take()
+    table.add(Logged(50, 2000.0, {"val_accuracy": 0.5}))
+    points = {point.step: point for point in table.take()}
+    assert points[50].time == 1005.0
+    assert points[50].values == {"train_loss": 1.0, "val_accuracy": 0.5}
 
 
 def test_without_a_step_each_call_is_the_step_after_the_last() -> None:
@@ -108,6 +125,41 @@ def test_every_point_can_be_read_again_whatever_was_logged() -> None:
 )  # fmt: skip
 def test_a_line_that_is_not_of_packtrain_is_passed_over(line: bytes) -> None:
     assert parse_line(line) is None
+
+
+# What was printed.
+
+
+def printed(text: str, generation: int = 1, rank: int | None = 0, moment: float = 1.0) -> LogLine:
+    return LogLine(moment, generation, "a", rank, "out", text)
+
+
+@pytest.mark.parametrize(
+    ("text", "step", "numbers"),
+    [
+        ("iter 10: loss 4.6401, time 231.12ms, mfu 3.21%", 10, {"loss": 4.6401}),
+        ("step 250: train loss 1.9, val loss 2.0312", 250, {"train_loss": 1.9, "val_loss": 2.0312}),
+        ("step=7 loss=4.64 lr=1e-3", 7, {"loss": 4.64, "lr": 0.001}),
+        ("step:125/1750 val_loss:4.1234 train_time:12ms", 125, {"val_loss": 4.1234}),
+        ("[Step 1,000/5,000] Loss: 0.5 acc: 0.93", 1000, {"loss": 0.5, "acc": 0.93}),
+        ("\x1b[32mglobal_step: 3\x1b[0m {'loss': nan, 'grad_norm': .5}", 3, {"loss": math.nan, "grad_norm": 0.5}),
+        ("2026-11-19 12:30:05 INFO iteration 9/500 | loss = -1.5E+01 | eta: 0:10:23", 9, {"loss": -15.0}),
+    ],
+)
+def test_numbers_that_are_printed_beside_a_step_are_read(text: str, step: int, numbers: dict[str, float]) -> None:
+    logged = parse_printed(printed(text))
+    assert logged is not None
+    assert logged.step == step
+    assert logged.values == pytest.approx(numbers, nan_ok=True)
+
+
+@pytest.mark.parametrize(
+    "text",
+    ["", "loss 4.64", "step 10", "step 0.5 loss", "max_steps=500 loss=2", "footstep 3 loss 2", "step 10 took 5 s",
+     "time per step: 12ms, loss", "step 3 host=10.0.0.1 eta: 1:30", "step 1 loss=2 " + "x" * 1000],
+)  # fmt: skip
+def test_other_lines_have_no_numbers(text: str) -> None:
+    assert parse_printed(printed(text)) is None
 
 
 # Event files.
@@ -298,6 +350,26 @@ def test_event_files_of_this_generation_are_read_and_those_from_before_are_not(b
     log(control, 1, accuracy=0.5)
     metrics.flush(is_last=True)
     assert values(run.metrics()) == {1: {"loss": 1.0, "validation/loss": 2.0, "accuracy": 0.5}}
+
+
+def test_what_rank_0_prints_counts_if_the_program_logs_nothing_else(begun: Begun, tmp_path: Path) -> None:
+    run, metrics, begin = begun
+    begin(1)
+    for step in range(3):
+        metrics.hear(printed(f"step {step}: loss {4.5 - step}", moment=10.0 + step))
+        metrics.hear(printed(f"step {step}: loss 9", rank=1))
+        metrics.hear(printed(f"step {step}: loss 9", generation=7))
+    metrics.flush(is_last=True)
+    assert values(run.metrics()) == {0: {"loss": 4.5}, 1: {"loss": 3.5}, 2: {"loss": 2.5}}
+    log(begin(2), 3, accuracy=0.5)
+    metrics.hear(printed("step 3: loss 1.5", generation=2))
+    metrics.flush(is_last=True)
+    assert values(run.metrics())[3] == {"accuracy": 0.5}
+    begin(3)
+    metrics.hear(printed("step 4: loss 0.5", generation=3))
+    with SummaryWriter(str(tmp_path / "code" / "train")):  # nothing is in it yet
+        metrics.flush(is_last=True)
+    assert 4 not in values(run.metrics())
 
 
 def test_numbers_wait_for_a_store_that_is_away(directory_store: Store, tmp_path: Path) -> None:

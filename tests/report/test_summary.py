@@ -126,6 +126,16 @@ def test_a_program_that_logs_has_steps_a_loss_a_speed_and_its_own_numbers(progra
     assert found.scores == {"parameters": 7.0, "loss": 6.0, "lr": 0.5, "val/loss": 9.0}
 
 
+@pytest.mark.parametrize("name", ["train_loss", "reward"])
+def test_the_speed_of_a_program_is_that_of_its_steps_and_not_of_its_epochs(program: Run, name: str) -> None:
+    """Of 2 steps/s each tenth is logged; a score is logged by epochs of 50 steps, and once by samples."""
+    points = [Point("log", 1, step, 100.0 + step / 2, {name: 1.0}) for step in range(10, 501, 10)]
+    points += [Point("log", 1, epoch, 100.0 + epoch * 25, {"val_score": 0.5}) for epoch in range(1, 8)]
+    points += [Point("log", 1, 32_000, 350.0, {"val_score": 0.5})]
+    found = summary_of(program, "finished", points, Result("finished", "", 1, 12.0))
+    assert found.units_per_second == 2.0
+
+
 def test_a_program_may_log_anything_but_a_loss(program: Run) -> None:
     found = summary_of(program, "running", [logged(1, accuracy=0.0314)], None)
     assert (found.loss, found.rate, found.units_per_second, found.headline) == (None, None, None, "accuracy 0.0314")

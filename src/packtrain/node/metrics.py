@@ -1,7 +1,8 @@
-"""The numbers of a user's own program: what it logs, and what it writes for TensorBoard, as the run's metrics.
+"""The numbers of a user's own program: what it logs, writes for TensorBoard or prints, as the run's metrics.
 
 The first node reads them, on the machine that has rank 0: lines that `packtrain.log` appends to a file, and event files
-that rank 0 has open, or that are in the program's directories.
+that rank 0 has open, or that are in the program's directories. If there is nothing of that, it takes the numbers that
+rank 0 prints beside a step.
 """
 
 from __future__ import annotations
@@ -9,8 +10,10 @@ from __future__ import annotations
 import json
 import math
 import os
+import re
 import threading
 import time
+from collections import deque
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import suppress
 from dataclasses import dataclass, field
@@ -21,7 +24,7 @@ import psutil
 from packtrain.node.event_file import EventFile, Scalar
 from packtrain.run.checkpoint import Checkpoint
 from packtrain.run.chunks import ChunkWriter
-from packtrain.run.records import MAX_NUMBER, MAX_SECONDS, DamagedRecord, Generation, Point, TellEvent
+from packtrain.run.records import MAX_NUMBER, MAX_SECONDS, DamagedRecord, Generation, LogLine, Point, TellEvent
 from packtrain.run.run import Run, worker_writer
 from packtrain.train.control import Control
 
@@ -37,6 +40,19 @@ _MAX_LINE_BYTES = 1 << 20
 _SCANNED = 20_000  # files and folders at a time: a program may have its data set there
 _SCAN_SECONDS = 10.0  # between two searches for event files
 _EVENT_FILE = "events.out.tfevents."
+_MAX_PRINTED = 50_000  # lines with numbers between two searches
+_MAX_PRINTED_LENGTH = 1000
+_COLOR = re.compile(r"\x1b\[[0-9;]*m")
+# As in `step 1,000/5,000`, `iter: 10` and `[global_step=3]`, but not `max_steps=500` or `step 0.5`.
+_STEP = re.compile(
+    r"(?<![A-Za-z])(?:step|iter|iteration)(?![A-Za-z])[\s:=#\[]*(\d{1,3}(?:,\d{3})+|\d{1,15})(?![\w%]|[.:]\d)",
+    re.IGNORECASE,
+)
+_NUMBER = r"([-+]?(?:\d+\.?\d*|\.\d+)(?:e[-+]?\d+)?|nan|[-+]?inf)(?![\w%]|[:/.,]\d)"  # without a unit, and no time
+_NAMED = re.compile(rf"(?<![\w/.-])([A-Za-z][\w/.-]*+)['\"]?\s*[:=]\s*{_NUMBER}", re.IGNORECASE)
+_LOSS = re.compile(
+    rf"(?<![\w/.-])((?:(?:train|training|val|valid|validation|eval|test)[ _/])?loss)\s+{_NUMBER}", re.IGNORECASE
+)
 
 
 @dataclass(frozen=True)
@@ -61,6 +77,21 @@ def parse_line(line: bytes) -> Logged | None:
         return None
 
 
+def parse_printed(line: LogLine) -> Logged | None:
+    """Return the numbers of a line such as `iter 10: loss 4.64` or `step=10 loss=4.64 lr=1e-3`, if it has a step."""
+    if len(line.text) > _MAX_PRINTED_LENGTH:
+        return None
+    text = _COLOR.sub("", line.text)
+    step = _STEP.search(text)
+    if step is None:
+        return None
+    rest = f"{text[: step.start()]} {text[step.end() :]}"
+    numbers = {name if name.lower() != "loss" else "loss": float(number) for name, number in _NAMED.findall(rest)}
+    losses = {re.sub("[ /]", "_", name.lower()): float(number) for name, number in _LOSS.findall(rest)}
+    values = {**numbers, **losses}
+    return Logged(int(step[1].replace(",", "")), line.time, values) if values else None
+
+
 @dataclass
 class _NumberShare:
     """How many numbers of a name came, and how many were kept."""
@@ -70,9 +101,20 @@ class _NumberShare:
 
 
 @dataclass
+class _StepNumbers:
+    """The numbers of a step; `moment` is the time of the one under `name`."""
+
+    moment: float
+    name: str
+    values: dict[str, float]
+
+
+@dataclass
 class NumberTable:
     """Collects numbers by step. A step that gets more of them later is told again, with all that it has.
 
+    A program may count steps in several ways, such as its validation by epochs: then a row has numbers of different
+    times. Its time is that of the number that comes most often, which most likely counts the steps of training.
     `before` has the last step of each name in what the program has resumed from.
     """
 
@@ -81,7 +123,7 @@ class NumberTable:
     tell: TellEvent
     before: dict[str, int] = field(default_factory=dict)
     reached: int | None = None  # of the steps that the program names
-    _steps: dict[int, tuple[float, dict[str, float]]] = field(default_factory=dict)
+    _steps: dict[int, _StepNumbers] = field(default_factory=dict)
     _new: set[int] = field(default_factory=set)
     _shares: dict[str, _NumberShare] = field(default_factory=dict)
     _warned: bool = False
@@ -96,8 +138,11 @@ class NumberTable:
             self._compare(step, logged.values)
         if kept:
             now = logged.time if 0 <= logged.time <= _MAX_TIME else time.time()  # also if it is not a number
-            moment, known = self._steps.get(step, (now, {}))
-            self._steps[step] = (max(moment, now), {**known, **kept})
+            name = max(kept, key=self._seen)
+            row = self._steps.setdefault(step, _StepNumbers(now, name, {}))
+            if self._seen(name) >= self._seen(row.name):
+                row.moment, row.name = now, name
+            row.values = {**row.values, **kept}  # another dict: the one before may be in a point
             self._new.add(step)
 
     def _compare(self, step: int, names: Iterable[str]) -> None:
@@ -111,6 +156,9 @@ class NumberTable:
                     f"the program did not resume: {name!r} is at step {step:,} again, after step {before:,}; older"
                     " checkpoints are kept; name the arguments that make it resume in program.resume",
                 )
+
+    def _seen(self, name: str) -> int:
+        return self._shares[name].seen
 
     def _is_kept(self, name: str, value: float) -> bool:
         share = self._shares.get(name)
@@ -140,9 +188,9 @@ class NumberTable:
     def take(self) -> list[Point]:
         """Return the steps that have something new."""
         points = [
-            Point("log", self.generation, step, moment, values)
+            Point("log", self.generation, step, row.moment, row.values)
             for step in sorted(self._new)
-            for moment, values in (self._steps[step],)
+            for row in (self._steps[step],)
         ]
         self._new.clear()
         for step in list(self._steps)[: max(0, len(self._steps) - _OPEN_STEPS)]:
@@ -189,6 +237,12 @@ class ProgramMetrics:
         with self._lock:
             return None if self._source is None else self._source.table.reached
 
+    def hear(self, line: LogLine) -> None:
+        """Take a line that a worker has printed. Does not wait: a flush may wait for the store."""
+        source = self._source
+        if source is not None and line.rank == 0 and line.generation == source.generation.number:
+            source.hear(line)
+
     def flush(self, is_last: bool = False) -> None:
         """Put what is new; `is_last` after the workers have exited, when all files are complete."""
         with self._lock:
@@ -222,11 +276,14 @@ class _Source:
         self._has_begun = False
         # Of an earlier generation: its numbers are known.
         self._files = {path: EventFile.at_end(path) for path in found_event_files(self._folders)}
+        self._num_old = len(self._files)
         self._others: set[Path] = set()  # files of other ranks
+        self._printed: deque[Logged] = deque(maxlen=_MAX_PRINTED)
         self._owners: dict[str, Path] = {}  # of tags: the folder that had each first
         self._scanned = -math.inf
 
     def read(self, is_last: bool) -> Iterator[Point]:
+        scanned = self._scanned
         for logged in self._logged():
             self.table.add(logged)
             if self.table.num_new >= _OPEN_STEPS:
@@ -235,7 +292,21 @@ class _Source:
             owner = self._owners.setdefault(scalar.tag, folder)
             name = scalar.tag if owner == folder else f"{folder.name}/{scalar.tag}"
             self.table.add(Logged(scalar.step, scalar.time, {name: scalar.value}))
+        if self._scanned > scanned:  # not before: the program may have opened an event file in the meantime
+            self._take_printed()
         yield from self._new_points()
+
+    def hear(self, line: LogLine) -> None:
+        logged = parse_printed(line)
+        if logged is not None:
+            self._printed.append(logged)
+
+    def _take_printed(self) -> None:
+        logs_others = self._offset > 0 or len(self._files) > self._num_old
+        while self._printed:
+            logged = self._printed.popleft()
+            if not logs_others:
+                self.table.add(logged)
 
     def _new_points(self) -> Iterator[Point]:
         for point in self.table.take():

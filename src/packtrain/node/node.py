@@ -57,6 +57,7 @@ from packtrain.run.records import (
     EventKind,
     Generation,
     Lease,
+    LogLine,
     NodeReport,
     Result,
     Status,
@@ -314,7 +315,7 @@ class Node:
             return
         try:
             group = WorkerGroup.create(
-                self.run, self.name, generation, rank, self.directory.path, self._logs, self._clock(), self._echo.add
+                self.run, self.name, generation, rank, self.directory.path, self._logs, self._clock(), self._hear
             )
         except OSError as error:  # a full or read-only disk
             self._cannot_start(generation, error)
@@ -328,6 +329,11 @@ class Node:
 
     def _restore(self, group: WorkerGroup) -> Task:
         return Task(lambda: self.program.restore(group.generation.number, group.is_first), "restore")
+
+    def _hear(self, line: LogLine) -> None:
+        """Called for each line of this machine's workers."""
+        self._echo.add(line)
+        self.metrics.hear(line)
 
     def _launch_or_leave(self, group: WorkerGroup) -> None:
         """Launch, unless the node has to leave: then it does not wait until a large checkpoint is restored."""

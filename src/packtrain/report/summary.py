@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Container, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
@@ -164,12 +165,13 @@ def summary_of(run: Run, state: State, raw: Sequence[Point], result: Result | No
     known = _overview_fields(run, state, points, result, leases)
     times = goodput(generations, raw, run.time_spent().read()).within(result.seconds if result else 0.0)
     steps = [point for point in points if point.is_step]
+    speed = units_per_second(steps[-RECENT_STEPS:], known["unit"])  # None: printed steps that were read at one time
     return Summary(
         **{**known, "seconds": max(known["seconds"], times.seconds)},
         best=reduce(partial(better_score, BestBy(known["measure"], known["lower"])), points, None),
         generations=len(generations),
         # A running run shows its current speed, a finished one its average.
-        units_per_second=units_per_second(steps if result else steps[-RECENT_STEPS:], known["unit"]),
+        units_per_second=units_per_second(steps, known["unit"]) if result or speed is None else speed,
         machines=tuple(
             MachineSummary(
                 node.node, node.workers, state == "running" and _is_there(node, generations[-1:]),
@@ -265,9 +267,15 @@ def _first_of(point: Point, names: Sequence[str]) -> float | None:
 def units_per_second(steps: Sequence[Point], unit: str) -> float | None:
     if steps and steps[-1].kind == "log":  # a program says when it made a step, and not how long it took
         # What comes before training, such as the size of the model, is often logged at step 0.
-        own = [point for point in steps if point.generation == steps[-1].generation and point.step > 0] or steps[-1:]
-        seconds = own[-1].time - own[0].time
-        return max(0.0, (own[-1].step - own[0].step) / seconds) if seconds > 0 else None
+        own = [point for point in steps if point.generation == steps[-1].generation and point.step > 0]
+        # By one number: others may be logged at steps of another kind, such as epochs.
+        counts = Counter(name for point in own for name in point.values)
+        name = loss_name(counts) or max(counts, key=counts.__getitem__, default="")
+        counted = [point for point in own if name in point.values]
+        if not counted:
+            return None
+        seconds = counted[-1].time - counted[0].time
+        return max(0.0, (counted[-1].step - counted[0].step) / seconds) if seconds > 0 else None
     seconds = sum(step_seconds(point) for point in steps)
     return sum(point.values.get(unit, 0.0) for point in steps) / seconds if seconds else None
 
