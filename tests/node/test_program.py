@@ -252,7 +252,8 @@ PLACE = "$PACKTRAIN_CHECKPOINTS"
 def test_arguments_to_resume_name_files_of_the_restored_checkpoint(
     tmp_path: Path, words: list[str], expected: list[str], absent: str | None
 ) -> None:
-    write_files(tmp_path, {"run/last.pt": b"", "checkpoint-900/x": b"", "checkpoint-1000/x": b""})
+    names = ("run/last.pt", "checkpoint-900/x", "checkpoint-1000/x", "checkpoint-best/x")
+    write_files(tmp_path, dict.fromkeys(names, b""))
     assert resume_arguments(words, tmp_path) == (
         tuple(word.replace("HERE", str(tmp_path)) for word in expected),
         absent,

@@ -161,5 +161,5 @@ def resume_arguments(words: Iterable[str], directory: Path) -> tuple[tuple[str, 
     return tuple(arguments), None
 
 
-def _by_numbers(path: Path) -> list[tuple[int, str]]:
-    return [(int(part), "") if part.isdecimal() else (-1, part) for part in re.split(r"(\d+)", str(path))]
+def _by_numbers(path: Path) -> tuple[list[int], str]:
+    return [int(digits) for digits in re.findall("[0-9]+", str(path))], str(path)
