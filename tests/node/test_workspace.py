@@ -150,6 +150,9 @@ def test_a_machine_that_becomes_the_first_has_the_outputs_of_the_one_before(run:
     first.keep_outputs(1)
     (tmp_path / "first/out/gone").unlink()
     first.keep_outputs(1)
+    second.restore_outputs(1, is_first=False)
+    assert (tmp_path / "second/out/rank-1").exists(), "a machine that is not the first one may have files of its own"
+    assert (tmp_path / "second/out/log").read_bytes() == b"1"
     second.restore_outputs(2, is_first=True)
     now = {"out/log": b"1", "out/deep/model": b"m", "out/kind": b"file"}
     assert read_files(tmp_path / "second") == {"train.py": b"", **now}

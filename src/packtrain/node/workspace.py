@@ -82,18 +82,18 @@ class Workspace:
                 newest = OutputList(generation, 0, listed)
                 put_list(self._run, newest)
             if not continues:
-                self._restore(listed)
+                self._restore(listed, is_first)
             stored = set(listed)
             self._kept = {name: state for name, state in self._kept.items() if state[1] in stored}
             self._foreign = tuple(file for file in listed if not self._is_output(file.name))
             self._list, self._number = newest if is_first else None, 1 if newest is None else newest.number + 1
 
-    def _restore(self, listed: Iterable[Output]) -> None:
-        """Make this machine's outputs those of the list."""
+    def _restore(self, listed: Iterable[Output], is_first: bool) -> None:
+        """Fetch the outputs of the list; the first machine, whose outputs the run keeps, has no others."""
         # The job is what was trusted: the store may have other names.
         wanted = {file.name: file for file in listed if self._is_output(file.name)}
         now = self._outputs_now()
-        for name in now.keys() - wanted.keys():
+        for name in now.keys() - wanted.keys() if is_first else ():
             (self._directory / name).unlink(missing_ok=True)
         for name, file in wanted.items():
             if name in now and self._kept.get(name) == (now[name], file):
