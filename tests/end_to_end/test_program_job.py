@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import json
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -12,7 +14,9 @@ import pytest
 import packtrain as pt
 from packtrain.errors import Mistake
 from packtrain.run.checkpoint import fetch_newest
+from packtrain.run.outputs import kept_files
 from packtrain.store import open_store
+from parts.command import in_a_process
 from parts.runs import read_files, write_files
 
 
@@ -69,13 +73,13 @@ COUNT_WORDS = """#!/bin/sh
 if python -c 'import torch' 2>/dev/null; then echo 'torch is there'; exit 9; fi
 if [ -n "${RANK+set}" ]; then echo 'it has a rank'; exit 9; fi
 mkdir -p out
-echo 'step 1: loss 2.5'
+echo 'step 1: loss 2.5 accuracy_of_the_rarest_class_of_all=0.5'
 wc -w < "$1" > out/words
 echo done > "$PACKTRAIN_CHECKPOINTS/state"
 """
 
 
-def test_a_program_in_any_language_needs_no_torch_and_may_read_beside_its_directory(
+def test_a_program_in_any_language_needs_no_torch_may_read_beside_its_directory_and_prints_its_numbers(
     processes: None, tmp_path: Path
 ) -> None:
     job = "name: words\nprogram: [./count.sh, ../data/words.txt]\ncode: ..\ndirectory: project\noutputs: [out/]\n"
@@ -90,6 +94,12 @@ def test_a_program_in_any_language_needs_no_torch_and_may_read_beside_its_direct
     run = pt.open("words", str(tmp_path / "store"))
     fetch_newest(run._run, tmp_path / "back", pytest.fail)
     assert read_files(tmp_path / "back") == {"state": b"done\n"}
-    assert [point.values for point in run.points() if point.step == 1] == [{"loss": 2.5}]
-    store = open_store(str(tmp_path / "store"))
-    assert store.get("runs/words-1/outputs/project/out/words").split() == [b"3"]
+    [point] = [point for point in run.points() if point.step == 1]
+    assert point.values == {"loss": 2.5, "accuracy_of_the_rarest_class_of_all": 0.5}
+    kept = kept_files(run._run)["project/out/words"]
+    assert run._run.store.get(kept.key).split() == [b"3"]
+    shown = in_a_process("show", "words", "--store", tmp_path / "store", directory=tmp_path).stdout.splitlines()
+    assert any(re.fullmatch(r"outputs +project/out/  1 file, 2 B", line) for line in shown), shown
+    assert any(re.fullmatch(r"accuracy_of_the_rarest_class_of_all +0.5\d*", line) for line in shown), shown
+    told = in_a_process("show", "words", "--json", "--store", tmp_path / "store", directory=tmp_path).stdout
+    assert json.loads(told)["outputs"] == {"project/out/": kept.size}

@@ -42,12 +42,13 @@ from packtrain.run.liveness import (
     state_now,
     state_of,
 )
+from packtrain.run.outputs import output_sizes
 from packtrain.run.records import Event, Generation, LogLine, Point
 from packtrain.run.run import Run
 from packtrain.run.sweeps import sweep_of
 from packtrain.store import StoreAway, StoreError
 from packtrain.system import Task
-from packtrain.units import Machines, counted, show_count, show_score, show_seconds, show_time
+from packtrain.units import Machines, counted, show_bytes, show_count, show_score, show_seconds, show_time
 
 ASK_FLEET_SECONDS = 30.0
 _POLL_SECONDS = 0.5
@@ -57,6 +58,7 @@ _NONE_LEFT_ANSWERS = 2  # in a row, to believe that no machine is left: a requeu
 _BAR_WIDTH = 20
 _PLAIN_BAR = str.maketrans("━╌", "#-")
 _SHOWN_SCORES, _LINE_WIDTH = 20, 79  # of a program, which may log hundreds of numbers
+_SHOWN_OUTPUTS = 9
 _LABEL_WIDTH = 24  # a score may have any name, and must not push all others to the right
 _LOG_LINE_SECONDS = 5.0
 _SHOWN_WARNINGS = 3  # the last ones, in the summary of a run
@@ -524,6 +526,11 @@ def print_summary(screen: Screen, run: Run, summary: Summary, events: Sequence[E
             rows.append(("machine", f"{machine.node}: {counted(machine.workers, 'worker')}, {use}"))
     warnings = [event.text for event in events if event.kind == "warning"]
     rows += [("warning", text) for text in warnings[-_SHOWN_WARNINGS:]]
+    outputs = output_sizes(run)
+    for label, (name, sizes) in zip(["outputs", *[""] * _SHOWN_OUTPUTS], outputs.items(), strict=False):
+        rows.append((label, f"{name}  {counted(len(sizes), 'file')}, {show_bytes(sum(sizes))}"))
+    if len(outputs) > _SHOWN_OUTPUTS + 1:
+        rows.append(("", f"and {len(outputs) - _SHOWN_OUTPUTS - 1} more; see `{run.command('get')}`"))
     if run.store.exists(run.key("report.html")):
         rows.append(("report", report_url(run)))
     width = min(_LABEL_WIDTH, max(len(label) for label, *_ in rows))
@@ -551,7 +558,7 @@ def _score_rows(summary: Summary) -> Iterator[tuple[str, *tuple[Part, ...]]]:
     width = max((len(value) for _, value, _ in shown), default=0)
     for name, text, scope in shown[:_SHOWN_SCORES]:
         yield (
-            harmless(name)[:_LABEL_WIDTH],
+            harmless(name),
             (f"{text:<{width}}" if scope else text, "bold"),
             (f"  {scope}".rstrip(), "dim"),
         )

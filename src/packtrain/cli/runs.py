@@ -254,6 +254,7 @@ def show(
     from packtrain.errors import Mistake
     from packtrain.report.summary import about, summarize
     from packtrain.run.liveness import EXIT_CODES, state_of
+    from packtrain.run.outputs import output_sizes
 
     if live and as_json:
         raise Mistake("--watch and --json exclude each other; use one of them")
@@ -265,7 +266,9 @@ def show(
     summary = summarize(run, state_of(run))
     events = sorted(run.events().read(), key=lambda event: event.time)
     if as_json:
-        print_json({**asdict(summary), **asdict(about(run)), "events": [asdict(event) for event in events]})
+        outputs = {name: sum(sizes) for name, sizes in output_sizes(run).items()}
+        history = [asdict(event) for event in events]
+        print_json({**asdict(summary), **asdict(about(run)), "outputs": outputs, "events": history})
     else:
         print_summary(console(), run, summary, events)
     # Looking at a healthy run is a success, although the run is not finished.

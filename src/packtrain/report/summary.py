@@ -268,10 +268,11 @@ def units_per_second(steps: Sequence[Point], unit: str) -> float | None:
     if steps and steps[-1].kind == "log":  # a program says when it made a step, and not how long it took
         # What comes before training, such as the size of the model, is often logged at step 0.
         own = [point for point in steps if point.generation == steps[-1].generation and point.step > 0]
-        # By one number: others may be logged at steps of another kind, such as epochs.
+        # By one number that comes again: others may be logged at steps of another kind, such as epochs.
         counts = Counter(name for point in own for name in point.values)
-        name = loss_name(counts) or max(counts, key=counts.__getitem__, default="")
-        counted = [point for point in own if name in point.values]
+        again = {name: count for name, count in counts.items() if count > 1}
+        name = loss_name(again) or max(again, key=again.__getitem__, default=None)
+        counted = [point for point in own if name is None or name in point.values]
         if not counted:
             return None
         seconds = counted[-1].time - counted[0].time

@@ -135,6 +135,18 @@ def kept_files(run: Run) -> dict[str, KeptFile]:
     }
 
 
+def output_sizes(run: Run) -> dict[str, list[int]]:
+    """Return the sizes of the files of each output: those that the job names, and other files or folders by name."""
+    sizes: dict[str, list[int]] = {}
+    named = [str(PurePosixPath(output)) for output in run.job.outputs]
+    for name, file in kept_files(run).items():
+        if not name.startswith(f"{CHECKPOINTS}/"):
+            folder = next((one for one in named if name.startswith(f"{one}/")), None)
+            output = f"{folder}/" if folder is not None else name if name in named else _top(name)
+            sizes.setdefault(output, []).append(file.size)
+    return sizes
+
+
 def chosen(run: Run, files: Mapping[str, KeptFile], paths: Sequence[str]) -> dict[str, KeptFile]:
     """Return the files that have one of these names, or are in a folder of that name."""
     found: dict[str, KeptFile] = {}
