@@ -10,6 +10,7 @@ import pytest
 import zstandard
 
 from packtrain.errors import Mistake, PacktrainError
+from packtrain.run import code
 from packtrain.run.code import archive, git_commit, snapshot, unpack
 from parts.runs import program_job, read_files, write_files
 
@@ -279,6 +280,14 @@ def test_too_much_code_is_refused_with_the_largest_file_named(tmp_path: Path) ->
         snapshot(tmp_path, max_bytes=1000)
 
 
+@pytest.mark.usefixtures("processes")
+def test_code_of_too_many_files_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(code, "MAX_PLACES", 5)
+    write_files(tmp_path, {"train.py": b"", "a/b/one": b"", "a/b/two": b""})  # and the folders ., a and a/b
+    with pytest.raises(Mistake, match=r"has more than 5 files and folders; point `code:` to a smaller directory"):
+        snapshot(tmp_path)
+
+
 TOKEN = "hf_" + "aB3" * 11 + "x"  # not a real one; in two parts, or the check would find it here
 
 
@@ -354,6 +363,7 @@ HOSTILE = {
     "a device": (special("null", tarfile.CHRTYPE), b""),
     "a pipe": (special("pipe", tarfile.FIFOTYPE), b""),
     "a directory": (special("folder", tarfile.DIRTYPE), b""),
+    "a name that is too long": (tarfile.TarInfo("/".join("a" * 10_000)), b"x"),
     "a sparse file": (special("sparse", tarfile.GNUTYPE_SPARSE), b""),
 }
 
@@ -365,7 +375,25 @@ def test_anything_but_regular_files_inside_the_directory_is_refused(
     (tmp_path / "back").mkdir()
     with pytest.raises(PacktrainError, match=r"^the run's code .*; refusing it$"):
         unpack(tar_of((tarfile.TarInfo("train.py"), b""), entry), tmp_path / "back")
-    assert read_files(tmp_path) == {"back/train.py": b""}
+    assert read_files(tmp_path) == {}
+
+
+@pytest.mark.parametrize(
+    "names",
+    [[str(number) for number in range(70)], ["/".join([str(number), *"d" * 30]) for number in range(3)]],
+    ids=["files", "folders"],
+)
+def test_an_archive_of_too_many_files_or_folders_is_refused_before_anything_is_written(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, names: list[str]
+) -> None:
+    data = archive(dict.fromkeys(names, b""))
+    unpack(data, tmp_path / "back")
+    assert len(read_files(tmp_path / "back")) == len(names)
+    assert code.MAX_PLACES < 70_000
+    monkeypatch.setattr(code, "MAX_PLACES", 50)
+    with pytest.raises(PacktrainError, match="has more than 50 files and folders; refusing it"):
+        unpack(data, tmp_path / "again")
+    assert [path.name for path in tmp_path.iterdir()] == ["back"]
 
 
 def test_modes_of_an_archive_give_no_rights_to_others_and_no_user(tmp_path: Path) -> None:

@@ -31,6 +31,8 @@ GITIGNORE = ".gitignore"
 IGNORE = ".packtrainignore"  # in the directory of the code
 MAX_BYTES = 20_000_000
 MAX_SNAPSHOT_BYTES = 4 * MAX_BYTES  # many small files take more space in a tar
+MAX_PLACES = 20_000  # files and folders: each takes an inode on every machine, however small it is
+_NAME_LENGTH = 4096  # longer paths cannot be made
 _MODE_BITS = 0o755  # what a snapshot keeps of a file's mode: nothing that differs with the umask of two machines
 _NOT_CODE_FOLDERS = {".git", ".packtrain", "__pycache__", "node_modules", ".venv", "venv"}
 _STORE_FOLDERS = {"runs", "packs", "files"}
@@ -79,6 +81,11 @@ def snapshot(directory: Path, paths: Sequence[str] = (), max_bytes: int = MAX_BY
             f" {max(sizes, key=sizes.__getitem__)}); point `code:` to a smaller directory, or name data in {GITIGNORE}"
             f" or {IGNORE}"
         )
+    if len({place for name in sizes for place in _places(PurePosixPath(name))}) > MAX_PLACES:
+        raise Mistake(
+            f"the code in {directory} has more than {MAX_PLACES:,} files and folders; point `code:` to a smaller"
+            f" directory, or name folders in {GITIGNORE} or {IGNORE}"
+        )
     files = {name: _read(directory / name) for name in sizes}
     exceptions = _ignored(directory)
     for name, (data, _) in files.items():
@@ -102,6 +109,10 @@ def _read(path: Path) -> tuple[bytes, int]:
             return file.read(), os.fstat(file.fileno()).st_mode & _MODE_BITS
     except OSError as error:
         raise Mistake(f"{path}: cannot read it for the run's code: {error.strerror}; name it in {IGNORE}") from error
+
+
+def _places(name: PurePosixPath) -> tuple[PurePosixPath, ...]:
+    return name, *name.parents
 
 
 def archive(files: Mapping[str, bytes], modes: Mapping[str, int] | None = None) -> bytes:
@@ -133,10 +144,19 @@ def files_of(data: bytes, max_bytes: int = MAX_SNAPSHOT_BYTES) -> Iterator[CodeF
         if len(content) > max_bytes:
             raise PacktrainError(f"the run's code is larger than {show_bytes(max_bytes)} unpacked; refusing it")
         with tarfile.open(fileobj=io.BytesIO(content), mode="r:") as tar:
+            # All names first: what is refused leaves no file behind.
+            entries: list[tuple[PurePosixPath, tarfile.TarInfo]] = []
+            places: set[PurePosixPath] = set()
             for entry in tar:
                 name = PurePosixPath(entry.name)
-                if not entry.isfile() or entry.issparse() or name.is_absolute() or ".." in name.parts:
-                    raise PacktrainError(f"the run's code has an unsafe entry {entry.name!r}; refusing it")
+                is_outside = name.is_absolute() or ".." in name.parts
+                if not entry.isfile() or entry.issparse() or is_outside or len(entry.name) > _NAME_LENGTH:
+                    raise PacktrainError(f"the run's code has an unsafe entry {entry.name[:100]!r}; refusing it")
+                entries.append((name, entry))
+                places.update(_places(name))
+                if len(places) > MAX_PLACES:
+                    raise PacktrainError(f"the run's code has more than {MAX_PLACES:,} files and folders; refusing it")
+            for name, entry in entries:
                 reader = tar.extractfile(entry)
                 assert reader is not None
                 yield CodeFile(str(name), entry.mode & _MODE_BITS | 0o600, reader.read())
