@@ -208,6 +208,13 @@ def test_a_damaged_record_ends_the_reading_of_its_file(written: Path, place: int
     assert list(file.read()) == []
 
 
+def test_checksums_are_not_those_in_pure_python(written: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    expected = [(one.tag, one.step) for one in EventFile(written).read()]
+    assert expected
+    monkeypatch.setitem(sys.modules, "tensorboard.compat.tensorflow_stub.pywrap_tensorflow", None)
+    assert [(one.tag, one.step) for one in EventFile(written).read()] == expected
+
+
 def test_a_record_that_claims_to_be_huge_takes_no_memory(tmp_path: Path) -> None:
     from tensorboard.compat.tensorflow_stub.pywrap_tensorflow import masked_crc32c
 
