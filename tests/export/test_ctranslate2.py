@@ -108,7 +108,7 @@ import numpy as np
 from pathlib import Path
 from packtrain.export.ctranslate2 import Ctranslate2Text
 given, target = np.load(sys.argv[2]), np.load(sys.argv[3])
-print(*Ctranslate2Text(Path(sys.argv[1]), 1).losses(given, target).tolist())
+print(*Ctranslate2Text(Path(sys.argv[1]), int(sys.argv[4]), 1).losses(given, target).tolist())
 """
 
 
@@ -124,7 +124,7 @@ def test_int8_computes_the_same_on_a_processor_without_vnni(trained: TrainedMode
         # MKL, which CTranslate2 prefers on Intel's processors, has other names for them.
         environment = {**os.environ, "ONEDNN_MAX_CPU_ISA": instructions, "CT2_USE_MKL": "0"}
         files = [str(tmp_path / name) for name in ("ctranslate2", "given.npy", "target.npy")]
-        command = [sys.executable, "-c", LOSSES, *files]
+        command = [sys.executable, "-c", LOSSES, *files, str(len(trained.recipe.pack.vocabulary))]
         done = subprocess.run(command, capture_output=True, text=True, check=True, timeout=120, env=environment)
         found.append([float(word) for word in done.stdout.split()])
     assert found[0] == pytest.approx(found[1], rel=1e-4)

@@ -3,8 +3,10 @@ from __future__ import annotations
 import json
 import os
 import re
+import shutil
 import subprocess
 import sys
+from collections.abc import Callable, Mapping
 from pathlib import Path
 
 import numpy as np
@@ -20,7 +22,7 @@ from packtrain.export.predict import load_model
 from packtrain.recipes.decode import TorchText
 from packtrain.recipes.recipe import Decoding
 from packtrain.run.run import Run
-from parts.models import commit_model, packed_run
+from parts.models import commit_model, list_again, packed_run
 
 
 @pytest.fixture
@@ -209,6 +211,75 @@ def test_a_model_that_was_tampered_with_is_refused(run: Run, tmp_path: Path, cha
     change(tmp_path / "model")
     with pytest.raises(Mistake, match=message):
         read_model(tmp_path / "model").network()
+
+
+def test_only_files_that_are_listed_are_loaded(run: Run, tmp_path: Path) -> None:
+    export(run, tmp_path / "model")
+    read_model(tmp_path / "model").network(1)
+    for name in ("job.json", "vocabulary.json", "ctranslate2/model.bin", "ctranslate2/source_vocabulary.json"):
+        altered = tmp_path / f"without-{Path(name).stem}"
+        shutil.copytree(tmp_path / "model", altered)
+        files = json.loads((altered / MANIFEST).read_text())["files"]
+        _change(altered, files=[file for file in files if file["name"] != name])
+        with (altered / name).open("ab") as opened:
+            opened.write(b"\n")
+        with pytest.raises(Mistake, match=f"{re.escape(name)} is not listed in model.json, so nobody knows whether"):
+            read_model(altered)
+
+
+@pytest.mark.parametrize("name", ["job\0.json", "job\n.json", "\x1b[31mjob.json"])
+def test_a_listed_name_that_no_file_can_have_is_one_line(run: Run, tmp_path: Path, name: str) -> None:
+    export(run, tmp_path / "model")
+    _rename(tmp_path / "model", name)
+    with pytest.raises(Mistake, match="which has a control character") as error:
+        read_model(tmp_path / "model")
+    assert str(error.value).isprintable()
+
+
+def test_a_loop_of_links_is_one_line(run: Run, tmp_path: Path) -> None:
+    export(run, tmp_path / "model")
+    (tmp_path / "model" / "job.json").unlink()
+    (tmp_path / "model" / "job.json").symlink_to("job.json")
+    with pytest.raises(Mistake, match=r"cannot read the model: a loop of symbolic links|job\.json is missing"):
+        read_model(tmp_path / "model")
+
+
+DAMAGES: Mapping[str, Callable[[bytes], bytes]] = {
+    "empty": lambda _: b"",
+    "cut off": lambda data: data[: len(data) // 2],
+    "longer": lambda data: data[:40] + data,
+    "zeros": lambda data: bytes(len(data)),
+    "another name": lambda data: data.replace(b"Transformer", b"Transfarmer").replace(b'"17"', b'"seventeen"'),
+}
+
+
+def test_a_damaged_file_with_the_right_digest_is_one_line(run: Run, tmp_path: Path) -> None:
+    export(run, tmp_path / "model")
+    tried = 0
+    for name in ("ctranslate2/model.bin", "ctranslate2/shared_vocabulary.json", "ctranslate2/config.json"):
+        whole = (tmp_path / "model" / name).read_bytes()
+        for damaged in {damage(whole) for damage in DAMAGES.values()} - {whole}:
+            (tmp_path / "model" / name).write_bytes(damaged)
+            list_again(tmp_path / "model")
+            with pytest.raises(Mistake, match="CTranslate2 cannot load it: ") as error:
+                read_model(tmp_path / "model").network(1)
+            assert "\n" not in str(error.value)
+            tried += 1
+        (tmp_path / "model" / name).write_bytes(whole)
+    assert tried == 14
+
+
+def test_a_network_that_computes_nonsense_is_refused_when_it_is_loaded(
+    run: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    export(run, tmp_path / "model")
+
+    def search(*_: object) -> list[object]:
+        return [[]]
+
+    monkeypatch.setattr(ctranslate2.Ctranslate2Text, "search", search)
+    with pytest.raises(Mistake, match=r"its ctranslate2 files do not compute what translate needs \(\w+Error\)"):
+        read_model(tmp_path / "model").network(1)
 
 
 def test_a_folder_that_is_no_model_is_not_found(tmp_path: Path) -> None:

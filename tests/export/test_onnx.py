@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 import subprocess
 import sys
 from collections import Counter
@@ -26,9 +27,9 @@ from packtrain.data.pack import Pack
 from packtrain.errors import Mistake
 from packtrain.export.evaluate import EvaluateOptions, evaluate, run_subject
 from packtrain.export.export import ExportOptions, export_run
-from packtrain.export.model import CARD, read_model
+from packtrain.export.model import CARD, MANIFEST, read_model
 from packtrain.export.onnx import OnnxForm, export_own, write_weights
-from packtrain.export.onnx_networks import OnnxCaptioner, OnnxClassifier, OnnxText, Session
+from packtrain.export.onnx_networks import OnnxCaptioner, OnnxClassifier, OnnxText, Session, external_files
 from packtrain.export.predict import load_model
 from packtrain.pack.build import PlainProgress
 from packtrain.pack.vocabulary import BOS, EOS, PAD
@@ -42,7 +43,7 @@ from packtrain.recipes.transformer import Transformer
 from packtrain.recipes.translate import Translate
 from packtrain.run.run import Run
 from packtrain.start import load
-from parts.models import commit_model, packed_run, recipe_on
+from parts.models import commit_model, list_again, packed_run, recipe_on
 from recipes.captioned import with_larger_weights
 from recipes.small import SMALL
 
@@ -350,6 +351,116 @@ def test_a_file_that_is_not_a_graph_is_one_line(tmp_path: Path) -> None:
     (tmp_path / "encoder.onnx").write_bytes(b"nothing")
     with pytest.raises(Mistake, match=r"encoder\.onnx: ONNX Runtime cannot load it: "):
         Session(tmp_path / "encoder.onnx")
+
+
+def copied(exported: Exported, to: Path) -> Path:
+    return shutil.copytree(exported.written("fp32"), to)
+
+
+def with_data_outside(path: Path, location: str) -> None:
+    """Move the weights of a graph to another file."""
+    onnx.save_model(onnx.load(path), path, save_as_external_data=True, location=location, size_threshold=1024)
+
+
+def test_data_outside_of_a_graph_is_loaded_only_if_it_is_listed(
+    exported: Callable[[str], Exported], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder = copied(exported("translate"), tmp_path / "model")
+    expected = read_model(folder)
+    answers = expected.recipe.predict(expected.network(1), ["good morning"], Decoding())
+    with_data_outside(folder / "onnx" / "decoder.onnx", "decoder.onnx.data")
+    list_again(folder)
+    monkeypatch.setitem(sys.modules, "onnx", None)  # a machine that only predicts does not have it
+    model = read_model(folder)
+    assert model.recipe.predict(model.network(1), ["good morning"], Decoding()) == answers
+    document = json.loads((folder / MANIFEST).read_text())
+    files = [file for file in document["files"] if not file["name"].endswith(".data")]
+    (folder / MANIFEST).write_text(json.dumps({**document, "files": files}))
+    with pytest.raises(Mistake, match=r"onnx/decoder\.onnx\.data is not listed in model\.json"):
+        read_model(folder)
+    (folder / "onnx" / "decoder.onnx.data").unlink()
+    with pytest.raises(Mistake, match=r"onnx/decoder\.onnx\.data is not listed in model\.json"):
+        read_model(folder)
+
+
+def test_data_of_a_graph_in_another_folder_is_refused(exported: Callable[[str], Exported], tmp_path: Path) -> None:
+    folder = copied(exported("translate"), tmp_path / "model")
+    graph = onnx.load(folder / "onnx" / "decoder.onnx")
+    places = ("../../secret", "/etc/passwd", "../job.json", "*/_ORT_MEM_ADDR_/*", "..", "")
+    for place in places:
+        tensor = graph.graph.initializer[0]
+        set_external_data(tensor, place)
+        (folder / "onnx" / "decoder.onnx").write_bytes(graph.SerializeToString())
+        list_again(folder)
+        with pytest.raises(Mistake, match=r"decoder\.onnx: its data is in '.*', which is not a file beside it$"):
+            read_model(folder)
+
+
+def set_external_data(tensor: onnx.TensorProto, place: str) -> None:
+    tensor.ClearField("external_data")
+    tensor.ClearField("raw_data")
+    tensor.data_location = onnx.TensorProto.EXTERNAL
+    tensor.external_data.add(key="location", value=place)
+
+
+def test_data_of_constants_in_branches_and_functions_is_found(tmp_path: Path) -> None:
+    def constant(name: str) -> onnx.NodeProto:
+        tensor = onnx.TensorProto(data_type=onnx.TensorProto.FLOAT, dims=[1], name=name)
+        set_external_data(tensor, f"{name}.data")
+        return onnx.helper.make_node("Constant", [], [name], value=tensor)
+
+    def sparse(name: str) -> onnx.SparseTensorProto:
+        made = onnx.SparseTensorProto(dims=[4])
+        set_external_data(made.values, f"{name}-values.data")
+        set_external_data(made.indices, f"{name}-indices.data")
+        return made
+
+    branch = onnx.helper.make_graph([constant("branch")], "branch", [], [])
+    graph = onnx.helper.make_graph([onnx.helper.make_node("If", ["yes"], ["y"], then_branch=branch)], "main", [], [])
+    graph.sparse_initializer.append(sparse("sparse"))
+    model = onnx.helper.make_model(graph)
+    model.functions.append(onnx.helper.make_function("own", "F", [], ["f"], [constant("function")], []))
+    model.training_info.add().algorithm.node.append(constant("training"))
+    (tmp_path / "made.onnx").write_bytes(model.SerializeToString())
+    names = ("branch", "function", "training", "sparse-values", "sparse-indices")
+    assert external_files(tmp_path / "made.onnx") == {f"{name}.data" for name in names}
+
+
+def test_a_foreign_graph_is_one_line(exported: Callable[[str], Exported], tmp_path: Path) -> None:
+    node = onnx.helper.make_node("Identity", ["x"], ["y"])
+    values = [onnx.helper.make_tensor_value_info(name, onnx.TensorProto.FLOAT, [1, 3]) for name in "xy"]
+    graph = onnx.helper.make_graph([node], "foreign", values[:1], values[1:])
+    foreign = onnx.helper.make_model(graph, ir_version=8, opset_imports=[onnx.helper.make_opsetid("", 18)])
+    for recipe, graphs in (("translate", ("encoder", "decoder")), ("classify", ("classifier",))):
+        for name in graphs:
+            folder = copied(exported(recipe), tmp_path / name)
+            onnx.save(foreign, folder / "onnx" / f"{name}.onnx")
+            list_again(folder)
+            with pytest.raises(Mistake, match=rf"its onnx files do not compute what {recipe} needs \(\w+\); export or"):
+                read_model(folder).network(1)
+
+
+def test_a_classifier_of_other_classes_is_refused(exported: Callable[[str], Exported], tmp_path: Path) -> None:
+    folder = copied(exported("classify"), tmp_path / "model")
+    document = json.loads((folder / MANIFEST).read_text())
+    (folder / MANIFEST).write_text(json.dumps({**document, "classes": document["classes"][1:]}))
+    with pytest.raises(Mistake, match=r"its onnx files do not compute what classify needs \(ValueError\)"):
+        read_model(folder).network(1)
+
+
+def test_a_damaged_graph_with_the_right_digest_is_one_line(
+    exported: Callable[[str], Exported], tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    folder = copied(exported("classify"), tmp_path / "model")
+    file = folder / "onnx" / "classifier.onnx"
+    whole = file.read_bytes()
+    for damaged in (b"", whole[: len(whole) // 2], bytes(len(whole)), whole[:40] + whole, b"\xff" * 100):
+        file.write_bytes(damaged)
+        list_again(folder)
+        with pytest.raises(Mistake, match=r"not an ONNX graph|ONNX Runtime cannot load it") as error:
+            read_model(folder).network(1)
+        assert "\n" not in str(error.value)
+    assert capfd.readouterr().out == ""
 
 
 @pytest.mark.parametrize("package", ["onnx", "onnxscript", "onnxruntime"])

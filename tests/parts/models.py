@@ -12,6 +12,7 @@ from safetensors.torch import save_file
 from torch import nn
 
 from packtrain.data.pack import Pack
+from packtrain.export.model import MANIFEST
 from packtrain.job import Job
 from packtrain.pack.build import PlainProgress
 from packtrain.pack.packing import pack
@@ -67,3 +68,14 @@ def commit_model(
     save_file({name: one.contiguous() for name, one in model.state_dict().items()}, files[MODEL_FILE])
     files[STATE_FILE].write_text(json.dumps(asdict(description)))
     return commit(run, step, 1, score, files)
+
+
+def list_again(folder: Path) -> None:
+    """List all files of an exported model with their digests, as someone would who altered it."""
+    document = json.loads((folder / MANIFEST).read_text())
+    files = sorted(path for path in folder.rglob("*") if path.is_file() and path.name != MANIFEST)
+    document["files"] = [
+        {"name": path.relative_to(folder).as_posix(), "bytes": path.stat().st_size, "sha256": sha256_of(path)}
+        for path in files
+    ]
+    (folder / MANIFEST).write_text(json.dumps(document))

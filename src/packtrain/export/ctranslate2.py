@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -9,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 from numpy.typing import NDArray
 
-from packtrain.errors import Mistake
+from packtrain.errors import Mistake, printable
 from packtrain.export.model import Form, Precision
 from packtrain.identity import install_command
 from packtrain.pack.vocabulary import BOS, EOS, PAD, UNKNOWN
@@ -25,7 +26,7 @@ if TYPE_CHECKING:
 
     from packtrain.recipes.transformer import Attention, FeedForward, Transformer
 
-_FOLDER = "ctranslate2"
+_VOCABULARY = "shared_vocabulary.json"  # as the library calls it if source and target have the same
 _POSITIONS = MAX_INPUT_TOKENS + EXTRA_TOKENS + 1  # of the longest source, and of the longest translation after BOS
 _BATCH_TOKENS = 512  # that one of its threads translates together: what it works on then stays in the core's cache
 PATIENCE = 1.5
@@ -35,6 +36,7 @@ Array = NDArray[np.float32]
 
 
 class Ctranslate2Form(Form):
+    folder = "ctranslate2"
     can_sample = False
 
     def write(self, recipe: Recipe, model: nn.Module, folder: Path, precision: Precision) -> None:
@@ -47,25 +49,32 @@ class Ctranslate2Form(Form):
             _round_weights(spec)
         spec.validate()
         spec.optimize()
-        (folder / _FOLDER).mkdir()
-        spec.save(str(folder / _FOLDER))
+        (folder / self.folder).mkdir()
+        spec.save(str(folder / self.folder))
 
-    def load(self, recipe: Recipe, folder: Path, threads: int | None = None) -> Ctranslate2Text:  # noqa: ARG002
-        return Ctranslate2Text(folder / _FOLDER, threads or usable_cores())
+    def load(self, recipe: Recipe, folder: Path, threads: int | None = None) -> Ctranslate2Text:
+        return Ctranslate2Text(folder / self.folder, len(recipe.pack.vocabulary), threads or usable_cores())
 
 
 class Ctranslate2Text(TextNetwork):
     search_tokens = 1 << 24  # all at once: the library sorts and divides them among its threads itself
 
-    def __init__(self, folder: Path, threads: int) -> None:
+    def __init__(self, folder: Path, vocabulary: int, threads: int) -> None:
         try:
             import ctranslate2
         except ImportError:
             raise Mistake(f"this model needs CTranslate2; run `{install_command('runtime')}`") from None
-        # Several batches at a time, each on one thread, translate more than one batch on several threads.
-        self._translator: Any = ctranslate2.Translator(
-            str(folder), device="cpu", compute_type="default", inter_threads=threads, intra_threads=1
-        )
+        try:
+            names = json.loads((folder / _VOCABULARY).read_bytes())
+            if names != _names(vocabulary):
+                raise ValueError(f"{_VOCABULARY} is not that of the model")
+            # Several batches at a time, each on one thread, translate more than one batch on several threads.
+            self._translator: Any = ctranslate2.Translator(
+                str(folder), device="cpu", compute_type="default", inter_threads=threads, intra_threads=1
+            )
+        except Exception as error:  # the library's have no common base
+            reason = printable(str(error).strip().split("\n")[0], 200)
+            raise Mistake(f"{printable(str(folder))}: CTranslate2 cannot load it: {reason}") from error
 
     def search(
         self,
@@ -109,8 +118,13 @@ class Ctranslate2Text(TextNetwork):
 _ENDS = (str(BOS), str(EOS))
 
 
+def _names(vocabulary: int) -> list[str]:
+    """Return what CTranslate2 calls our tokens: their numbers."""
+    return [str(token) for token in range(vocabulary)]
+
+
 def _rows(tokens_BL: NDArray[np.int64]) -> list[list[str]]:
-    """Return rows without padding. CTranslate2 calls tokens by names; ours are their numbers."""
+    """Return rows without padding, by the names of their tokens."""
     return [[str(token) for token in row if token != PAD] for row in tokens_BL.tolist()]
 
 
@@ -152,7 +166,7 @@ def _spec_of(model: Transformer) -> Any:
     spec.decoder.projection.weight = embedding
     spec.decoder.projection.bias = np.zeros(model.vocabulary, np.float32)
     spec.decoder.projection.bias[[PAD, BOS]] = _NEVER
-    names = [str(token) for token in range(model.vocabulary)]
+    names = _names(model.vocabulary)
     spec.register_source_vocabulary(names)
     spec.register_target_vocabulary(names)
     spec.config.bos_token, spec.config.eos_token, spec.config.unk_token = str(BOS), str(EOS), str(UNKNOWN)

@@ -9,18 +9,20 @@ vocabulary.json   for texts
 
 from __future__ import annotations
 
+import io
 from abc import ABC, abstractmethod
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from importlib import import_module
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, ClassVar, Literal
+from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal
 
+from PIL import Image
 from pydantic import Field, ValidationError
 
 from packtrain.data.pack import Pack
-from packtrain.errors import Mistake, NotFound, nearest, printable, quoted
+from packtrain.errors import Mistake, NotFound, PacktrainError, harmless, nearest, printable, quoted
 from packtrain.export.bootstrap import Interval
 from packtrain.job import Job
 from packtrain.pack.manifest import FORMAT as PACK_FORMAT
@@ -50,6 +52,8 @@ FORMS: Mapping[str, str] = {
 class Form(ABC):
     """A format of trained models with its runtime, such as ONNX."""
 
+    folder: ClassVar[str]
+    """The folder of its files in that of a model; it has no others."""
     can_sample: ClassVar[bool] = True
     """False if its runtime has only a beam search."""
 
@@ -60,6 +64,10 @@ class Form(ABC):
     @abstractmethod
     def load(self, recipe: Recipe, folder: Path, threads: int | None = None) -> Network:
         """Return the network that these files hold; `threads` of the machine's cores compute, all if None."""
+
+    def files(self, folder: Path) -> set[str]:
+        """Return the names of all files that `load` may read, whether they exist or not."""
+        return {path.relative_to(folder).as_posix() for path in (folder / self.folder).rglob("*") if not path.is_dir()}
 
 
 def form_of(name: str) -> Form:
@@ -136,7 +144,31 @@ class ExportedModel:
         return recipe_class(self.manifest.recipe)(self.job, HomePack(self.folder, self.manifest))
 
     def network(self, threads: int | None = None) -> Network:
-        return form_of(self.manifest.form).load(self.recipe, self.folder, threads)
+        """Load the network, and try it: a file can be what its digest says, and still be damaged or foreign."""
+        try:
+            network = form_of(self.manifest.form).load(self.recipe, self.folder, threads)
+            self.recipe.predict(network, trial_inputs(self.recipe), replace(self.recipe.decoding, n_best=1))
+        except PacktrainError:
+            raise
+        except Exception as error:  # of any runtime, on any bytes
+            fault = f"its {self.manifest.form} files do not compute what {self.manifest.recipe} needs"
+            raise Mistake(
+                f"{printable(str(self.folder))}: {fault} ({type(error).__name__}); export or copy the model again"
+            ) from error
+        return network
+
+
+def trial_inputs(recipe: Recipe) -> list[Any]:
+    """Return inputs of different sizes for the first computation of a network."""
+    if recipe.inputs == "texts":
+        return ["Hello, world!", "Hello"]
+    return [_image(64, 64), _image(96, 48)]
+
+
+def _image(width: int, height: int) -> bytes:
+    file = io.BytesIO()
+    Image.new("RGB", (width, height), "gray").save(file, "PNG")
+    return file.getvalue()
 
 
 class HomePack(Pack):
@@ -161,10 +193,13 @@ def is_model(path: Path) -> bool:
 
 def read_model(folder: Path) -> ExportedModel:
     """Read the folder of a model; refuse it if a file is missing, altered, or not of this version."""
-    manifest = read_manifest(folder)
+    manifest, name = read_manifest(folder), printable(str(folder))
     if ":" in manifest.recipe:
-        name = printable(str(folder))
         raise Mistake(f"{name}: {manifest.recipe} is a recipe of your own; use its files with their own runtime")
+    used = {JOB, *form_of(manifest.form).files(folder)} | {VOCABULARY for _ in folder.glob(VOCABULARY)}
+    if unlisted := sorted(used - {file.name for file in manifest.files}):
+        fault = f"{printable(unlisted[0], 80)} is not listed in {MANIFEST}, so nobody knows whether it was altered"
+        raise Mistake(f"{name}: {fault}; export or copy the model again")
     return ExportedModel(folder, manifest)
 
 
@@ -180,8 +215,9 @@ def read_manifest(folder: Path) -> ModelManifest:
         manifest = decode_manifest(manifest_file.read_bytes(), name)
         for file in manifest.files:
             _check_file(folder, file, name)
-    except OSError as error:
-        raise Mistake(f"{name}: cannot read the model: {error.strerror}") from None
+    except (OSError, RuntimeError) as error:  # Python raises the second for a loop of symbolic links
+        fault = error.strerror if isinstance(error, OSError) else "a loop of symbolic links"
+        raise Mistake(f"{name}: cannot read the model: {fault}") from None
     return manifest
 
 
@@ -206,6 +242,8 @@ def decode_manifest(data: bytes, name: str) -> ModelManifest:
 def _check_file(folder: Path, file: StoredFile, name: str) -> None:
     # Names come from a file that anyone may have written: none of them may lead out of the folder.
     path = folder / file.name
+    if harmless(file.name) != file.name:
+        raise Mistake(f"{name}: {MANIFEST} names {quoted(file.name)}, which has a control character")
     if (
         Path(file.name).is_absolute()
         or ".." in Path(file.name).parts

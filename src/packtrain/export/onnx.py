@@ -25,7 +25,7 @@ import numpy as np
 from packtrain.data.order import Ids
 from packtrain.errors import Mistake, harmless
 from packtrain.export.model import Form, Precision
-from packtrain.export.onnx_networks import GraphValue, OnnxCaptioner, OnnxClassifier, OnnxText, Session
+from packtrain.export.onnx_networks import GraphValue, OnnxCaptioner, OnnxClassifier, OnnxText, Session, external_files
 from packtrain.identity import install_command
 from packtrain.pack.tiles import Pixels
 from packtrain.recipes import Recipe
@@ -40,8 +40,6 @@ if TYPE_CHECKING:
 
     from packtrain.export.graphs import Graph
 
-FOLDER = "onnx"
-"""The graphs are in this folder of a model."""
 OWN_FILE = "model.onnx"
 WEIGHTS_FILE = "model.safetensors"
 
@@ -51,6 +49,8 @@ _MAX_FILE_BYTES = 1 << 30  # of a graph with its weights: beyond 2 GB they must 
 
 
 class OnnxForm(Form):
+    folder = "onnx"
+
     def write(self, recipe: Recipe, model: nn.Module, folder: Path, precision: Precision) -> None:
         require_exporter()
         from packtrain.export.graphs import graphs_of, with_byte_embedding
@@ -59,9 +59,9 @@ class OnnxForm(Form):
         model = copy.deepcopy(model).cpu().eval()
         if precision == "int8":
             model = with_byte_embedding(model)
-        (folder / FOLDER).mkdir(parents=True, exist_ok=True)
+        (folder / self.folder).mkdir(parents=True, exist_ok=True)
         for name, graph in graphs_of(model).items():
-            path = folder / FOLDER / f"{name}.onnx"
+            path = folder / self.folder / f"{name}.onnx"
             if precision == "fp32":
                 write_graph(graph, path)
                 continue
@@ -75,15 +75,19 @@ class OnnxForm(Form):
 
     def load(self, recipe: Recipe, folder: Path, threads: int | None = None) -> Network:
         def session(name: str) -> Session:
-            return Session(folder / FOLDER / f"{name}.onnx", threads)
+            return Session(folder / self.folder / f"{name}.onnx", threads)
 
         if isinstance(recipe, PairRecipe):
             return OnnxText(session("encoder"), session("decoder"), len(recipe.pack.vocabulary))
         if isinstance(recipe, Caption):
             return OnnxCaptioner(session("encoder"), session("decoder"), len(recipe.pack.vocabulary))
         if isinstance(recipe, Classify):
-            return OnnxClassifier(session("classifier"))
+            return OnnxClassifier(session("classifier"), len(recipe.labels))
         raise Mistake(f"{recipe.job.recipe}: use {OWN_FILE} with ONNX Runtime itself")
+
+    def files(self, folder: Path) -> set[str]:
+        graphs = sorted((folder / self.folder).glob("*.onnx"))
+        return super().files(folder) | {f"{self.folder}/{name}" for path in graphs for name in external_files(path)}
 
 
 def require_exporter() -> None:

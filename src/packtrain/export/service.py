@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import io
 import secrets
 import threading
 import time
@@ -13,12 +12,11 @@ from itertools import count
 from typing import Any, Literal
 
 import numpy as np
-from PIL import Image
 
 from packtrain.errors import Mistake
 from packtrain.export.batching import Batched, Batcher, BatchTimes
 from packtrain.export.messages import MAX_INPUTS, ModelEntry, ModelFacts, ServiceLimits
-from packtrain.export.model import ExportedModel, form_of
+from packtrain.export.model import ExportedModel, form_of, trial_inputs
 from packtrain.export.predict import DecodeOptions
 from packtrain.export.service_metrics import ServiceMetrics
 from packtrain.pack.picture import pixels_to_decode
@@ -250,7 +248,8 @@ class Service:
         try:
             network = self.model.load()
             # The first computation takes longer: memory is allocated, files are read, kernels are chosen.
-            self._answers(network, Manner(replace(self.model.recipe.decoding, n_best=1)), [_warm_up(self.model.recipe)])
+            first = Question(trial_inputs(self.model.recipe)[0])
+            self._answers(network, Manner(replace(self.model.recipe.decoding, n_best=1)), [first])
         except Exception as error:
             self.failure = error
         else:
@@ -306,11 +305,3 @@ class Service:
 
 def _texts(value: str | tuple[str, ...]) -> tuple[str, ...]:
     return (value,) if isinstance(value, str) else value
-
-
-def _warm_up(recipe: Recipe) -> Question:
-    if recipe.inputs == "texts":
-        return Question("Hello, world!")
-    file = io.BytesIO()
-    Image.new("RGB", (64, 64), "gray").save(file, "PNG")
-    return Question(file.getvalue())
