@@ -259,6 +259,9 @@ def test_secrets_never_reach_the_manifests(s3_store: Store, monkeypatch: pytest.
     plain = {one["name"]: one.get("value") for one in node["env"]}
     assert plain["AWS_REGION"] == "eu-west-1"
     assert plain["AWS_ENDPOINT_URL"] == s3_store.endpoint
+    monkeypatch.setenv("AWS_ENDPOINT_URL_S3", str(s3_store.endpoint))
+    monkeypatch.setenv("AWS_ENDPOINT_URL", "https://me:canary-of-the-test@other.example")
+    assert "canary-of-the-test" not in str(fleet.plan(run))
 
 
 def test_a_variable_without_a_secret_is_refused(directory_store: Store) -> None:

@@ -19,6 +19,7 @@ from uuid import uuid4
 import pytest
 
 import packtrain.fleet.aws
+from packtrain.errors import Mistake
 from packtrain.fleet.aws.fleet import AwsSettings
 from packtrain.fleet.aws.instance import Refused, attach, fetch, request, secret, tell, terminate
 from packtrain.fleet.aws.launch import MAX_USER_DATA
@@ -97,9 +98,14 @@ def test_the_script_has_the_values_of_the_run_and_only_names_of_secrets(
 ) -> None:
     monkeypatch.setenv("WANDB_API_KEY", "canary")
     monkeypatch.setenv("AWS_SECRET_ACCESS_KEY", "canary")
+    monkeypatch.setenv("AWS_ENDPOINT_URL_IAM", "https://me:canary@iam.example")
     run = new_run(directory_store)
     text = boot_script(run, settings, 1_800_000_000.0)
     assert "canary" not in text
+    monkeypatch.setenv("AWS_ENDPOINT_URL", "https://me:canary@example")
+    monkeypatch.setenv("AWS_ENDPOINT_URL_S3", "https://s3.example")
+    with pytest.raises(Mistake, match=r"^AWS_ENDPOINT_URL: invalid URL; use .*, without keys$"):
+        boot_script(run, settings, 1_800_000_000.0)
     assert "declare -A secrets=([WANDB_API_KEY]=ssm:/team/wandb)" in text
     assert "volume=(imagenet Size=600 VolumeType=gp3 Iops=18000)" in text
     assert "mounts=('fs-0123:/ /data')" in text

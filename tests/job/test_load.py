@@ -41,6 +41,7 @@ train:
 checkpoint: {every: 5 min}
 """
 INLINE = "looks like a secret; put it in an environment variable and list its name under `environment`"
+IN_REPORT = "looks like a secret; set MLFLOW_TRACKING_TOKEN instead, and list it under `environment`"
 IN_STORE = "looks like a secret; set AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY instead"
 IN_DATA = "looks like a secret; download the file and give its path instead"
 
@@ -273,11 +274,12 @@ AWS_KEY = "wJalrXUtnFEMI/K7MDENG/" + "bPxRfiCYzzzzzzz0KE"
         ("store: https://host/x?X-Amz-Credential=abcdef", "a.yaml:15: store: ", "abcdef"),
         ("store: https://host/x?se=1&sig=abcdef", "a.yaml:15: store: ", "abcdef"),
         ("report: {mlflow: 'https://me:hunter2@host'}", "a.yaml:15: report.mlflow: ", "hunter2"),
+        ("report: {mlflow: 'https://hunter2@host/path'}", "a.yaml:15: report.mlflow: ", "hunter2"),
     ],
 )
 def test_a_secret_is_refused_and_never_repeated(directory: Path, added: str, line: str, secret: str) -> None:
     told = refusal(VALID + added + "\n")
-    assert told == line + (IN_STORE if added.startswith("store:") else INLINE)
+    assert told == line + {"store": IN_STORE, "report": IN_REPORT}.get(added.partition(":")[0], INLINE)
     assert secret not in told
 
 
@@ -294,7 +296,9 @@ def test_a_fleet_may_say_where_a_cloud_keeps_a_secret(directory: Path) -> None:
         assert value not in told
 
 
-@pytest.mark.parametrize("secret", ["https://me:hunter2@host/a.tsv", "https://host/a.tsv?token=hunter2"])
+@pytest.mark.parametrize(
+    "secret", ["https://me:hunter2@host/a.tsv", "https://hunter2@host/a.tsv", "https://host/a.tsv?token=hunter2"]
+)
 def test_who_names_data_by_a_url_with_a_secret_is_told_to_download_it(directory: Path, secret: str) -> None:
     added = VALID.replace("  valid:", f"  test: {{bitext: '{secret}'}}\n  valid:")
     assert refusal(added).endswith(f": data.test.bitext: {IN_DATA}")

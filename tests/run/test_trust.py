@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import subprocess
 import sys
@@ -10,8 +11,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from pydantic import ValidationError
+from typer.testing import CliRunner
 
 import packtrain as pt
+from packtrain.cli import app
 from packtrain.errors import Mistake
 from packtrain.fleet.environment import FIND
 from packtrain.fleet.local import LocalSettings
@@ -344,6 +348,45 @@ def test_a_program_imports_the_modules_beside_it_and_packtrain_does_not(tmp_path
     run = started(tmp_path, train_py="import helper", helper_py="import psutil", psutil_py=note, pydantic_py=note)
     done = packtrain("node", run, "--address", "127.0.0.1")
     assert (done.returncode, mark.read_text()) == (0, "train.py\n"), done.stderr
+
+
+# Machines and services that the store names.
+
+
+@pytest.mark.usefixtures("processes")
+def test_the_login_of_a_cluster_that_the_store_names_is_not_started_unasked(
+    directory_store: Store, tmp_path: Path, mark: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    plugin = {"apiVersion": "client.authentication.k8s.io/v1", "command": "touch", "args": [str(mark)]}
+    config = {
+        "apiVersion": "v1",
+        "kind": "Config",
+        "clusters": [{"name": "theirs", "cluster": {"server": "http://127.0.0.1:9"}}],
+        "users": [{"name": "me", "user": {"exec": {**plugin, "interactiveMode": "Never"}}}],
+        "contexts": [{"name": "theirs", "context": {"cluster": "theirs", "user": "me"}}],
+    }
+    (tmp_path / "config").write_text(json.dumps(config))
+    monkeypatch.setenv("KUBECONFIG", str(tmp_path / "config"))
+    run = new_run(directory_store, recipe_job(fleet={"kubernetes": {"image": "image", "context": "theirs"}}))
+    where = ["--store", directory_store.url]
+    for verb in ("attach", "ls", "stop"):
+        done = CliRunner().invoke(app, [verb, *([] if verb == "ls" else [run.name]), *where])
+        is_refused = isinstance(done.exception, Mistake)
+        assert (verb, is_refused, mark.exists()) == (verb, verb == "attach", False), done.output
+    run = new_run(directory_store, run.job)
+    remember(run)
+    assert CliRunner().invoke(app, ["ls", *where]).exit_code == 0
+    assert mark.exists(), "of a run that was started from here, the cluster is asked"
+
+
+def test_the_address_of_mlflow_has_no_secret_in_it() -> None:
+    """It is stored, and an argument of a process."""
+    for uri in ("https://hunter2@host", "https://me:hunter2@host/path", "http://hunter2@host:5000"):
+        with pytest.raises(ValidationError, match="contains a secret; set MLFLOW_TRACKING_TOKEN instead") as refused:
+            recipe_job(report={"mlflow": uri})
+        assert "hunter2" not in str(refused.value)
+    for uri in ("https://host/@path", "databricks", "databricks://me", "file:/a@b", "mlruns"):
+        assert recipe_job(report={"mlflow": uri}).report.mlflow == uri
 
 
 # What is remembered.

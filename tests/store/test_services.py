@@ -175,8 +175,20 @@ def test_machines_get_the_endpoint_of_the_store(monkeypatch: pytest.MonkeyPatch)
     for store, names in endpoints.items():
         for name in names:
             monkeypatch.setenv(name, "http://127.0.0.1:9")
-        assert set(names) <= set(passed_variables((), store))
+            assert {*names} & {*passed_variables((), store)} == {name}, "the last one is the one in use"
         assert set(names) <= set(PLAIN_VARIABLES)
+
+
+def test_machines_get_no_other_keys_that_begin_like_those_of_the_store(monkeypatch: pytest.MonkeyPatch) -> None:
+    others = (
+        "AWS_BEARER_TOKEN_BEDROCK", "AWS_CONTAINER_AUTHORIZATION_TOKEN", "AWS_ACCESS_KEY_ID_OF_BILLING", "AWS_PROFILE",
+        "AWS_WEB_IDENTITY_TOKEN_FILE", "GOOGLE_SERVICE_ACCOUNT_OF_BILLING", "AZURE_STORAGE_KEY_OF_BILLING",
+        "AZURE_CLIENT_CERTIFICATE_PASSWORD",
+    )  # fmt: skip
+    for name in ("AWS_ACCESS_KEY_ID", *others):
+        monkeypatch.setenv(name, "canary")
+    for store in ("s3://b", "gs://b", "az://b"):
+        assert {*others} & {*passed_variables((), store)} == set()
 
 
 def test_a_key_that_cannot_be_one_is_told_in_one_line_without_it(monkeypatch: pytest.MonkeyPatch) -> None:

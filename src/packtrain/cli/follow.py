@@ -15,7 +15,7 @@ from packtrain.backoff import Backoff
 from packtrain.cli.common import console, hints
 from packtrain.cli.screen import Part, Screen
 from packtrain.errors import EXIT_ALREADY_JOINED, EXIT_INTERRUPTED, NotFinished, PacktrainError, RunFailed, harmless
-from packtrain.fleet import Machine, StartedNode, fleet_of, release, states_of
+from packtrain.fleet import Machine, StartedNode, fleet_to_ask, release, states_of
 from packtrain.job import Job
 from packtrain.report import report_url, write_report
 from packtrain.report.cost import goal_step, seconds_to_goal, share_done
@@ -230,7 +230,8 @@ class MachineWatch:
 
     def _ask(self) -> None:
         try:
-            self._machines = fleet_of(self._run.job.fleet.kind).list(self._run)
+            fleet = fleet_to_ask(self._run)
+            self._machines = None if fleet is None else fleet.list(self._run)
         except PacktrainError:
             self._machines = None
 

@@ -33,7 +33,7 @@ if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from packtrain.fleet.cloud import Resource
-    from packtrain.fleet.fleet import Check
+    from packtrain.fleet.fleet import Check, Fleet
     from packtrain.fleet.here import Here
     from packtrain.job.kinds import FleetKind
     from packtrain.node.directory import NodeSlot
@@ -174,15 +174,15 @@ def attach(
     name: RunArgument = None,
     node: Annotated[str | None, typer.Argument(metavar="MACHINE", help="Default: the run's first machine.")] = None,
     store: StoreOption = None,
+    yes: YesOption = False,
 ) -> None:
     """Open a shell on a machine of a run. With tmux, it joins the session that shows the node's output."""
     from packtrain.errors import Mistake
-    from packtrain.fleet import fleet_of
 
     run = find_run(store, name)
     if (result := run.result()) is not None:
         raise Mistake(f"{run.name} has already {result.status}; it has no machines to attach to")
-    fleet = fleet_of(run.job.fleet.kind)
+    fleet = _fleet_of(run, "Contact them, and open a shell there?", yes)
     command = fleet.shell(run, node)
     screen = console(sys.stderr)
     screen.say("Attaching to ", (run.name, "bold"), f" on {_place(run, node, fleet.trains_here)}.")
@@ -214,17 +214,16 @@ def snapshot(
         str | None, typer.Argument(metavar="MACHINE", help="Machine to snapshot. Default: any with a volume.")
     ] = None,
     store: StoreOption = None,
+    yes: YesOption = False,
     as_json: JsonOption = False,
 ) -> None:
     """Snapshot the data disk of a machine for later runs.
 
     The pack is on it, so the volumes of those runs start with their data.
     """
-    from packtrain.fleet import fleet_of
-
     run = find_run(store, name)
     pack = None if run.job.program is not None else run.pack_name()
-    made, is_new = fleet_of(run.job.fleet.kind).snapshot(run, machine, pack)
+    made, is_new = _fleet_of(run, "Contact them, and take a snapshot?", yes).snapshot(run, machine, pack)
     if as_json:
         print_json({"run": run.name, "snapshot": made, "new": is_new})
         return
@@ -272,12 +271,9 @@ def down(
 def _down_run(run: Run, yes: bool, as_json: bool) -> None:
     from packtrain.fleet.down import take_down
     from packtrain.fleet.fleet import silent
-    from packtrain.job.kinds import FLEETS, word_of
 
     def accept(kinds: Sequence[FleetKind]) -> None:
-        lines = [f"  {word_of(FLEETS, kind)}: {kind.model_dump_json(exclude_defaults=True)}" for kind in kinds]
-        reason = f"{run.name} was not started from here, and its machines are reached as the store says"
-        confirm([f"{reason}:", *lines], "Contact them, and end what this run has there?", reason, yes, _NOTHING)
+        _confirm_contact(run, kinds, "Contact them, and end what this run has there?", yes)
 
     screen = console()
     ended = take_down(run, accept, silent if as_json else screen.say)
@@ -289,6 +285,24 @@ def _down_run(run: Run, yes: bool, as_json: bool) -> None:
     screen.say(f"{run.name} has no machines left. It is {state}.")
     if state != "finished":
         screen.say_lines(hints(run, "resume"))
+
+
+def _fleet_of(run: Run, question: str, yes: bool) -> Fleet:
+    """Return the fleet of a run, after the person has agreed to contact one that was not started from here."""
+    from packtrain.fleet import fleet_of, fleet_to_ask
+
+    kind = run.job.fleet.kind
+    if fleet_to_ask(run) is None:
+        _confirm_contact(run, [kind], question, yes)
+    return fleet_of(kind)
+
+
+def _confirm_contact(run: Run, kinds: Sequence[FleetKind], question: str, yes: bool) -> None:
+    from packtrain.job.kinds import FLEETS, word_of
+
+    lines = [f"  {word_of(FLEETS, kind)}: {kind.model_dump_json(exclude_defaults=True)}" for kind in kinds]
+    reason = f"{run.name} was not started from here, and its machines are reached as the store says"
+    confirm([f"{reason}:", *lines], question, reason, yes, _NOTHING)
 
 
 def _down_all(fleets: Sequence[str], expired: bool, dry_run: bool, yes: bool, as_json: bool) -> None:

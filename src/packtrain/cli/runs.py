@@ -229,7 +229,7 @@ def _cost(one: Overview) -> str:
 def _listed(run: Run, state: State | PacktrainError, wanted: Filter) -> Listed | None:
     """Return what the list shows of a run; None if it is not wanted. Raise the error that keeps it from being read."""
     from packtrain.errors import PacktrainError
-    from packtrain.fleet import fleet_of
+    from packtrain.fleet import fleet_to_ask
     from packtrain.report.summary import about, overview
 
     if isinstance(state, PacktrainError):
@@ -237,8 +237,8 @@ def _listed(run: Run, state: State | PacktrainError, wanted: Filter) -> Listed |
     # The state alone first: it costs no request.
     if not wanted(state, None) or not wanted(state, found := about(run)):
         return None
-    ended = state in ("finished", "failed", "stopped")
-    return overview(run, state), found, None if ended else fleet_of(run.job.fleet.kind).queue(run)
+    fleet = None if state in ("finished", "failed", "stopped") else fleet_to_ask(run)
+    return overview(run, state), found, None if fleet is None else fleet.queue(run)
 
 
 def show(
@@ -446,6 +446,7 @@ def mirror(
 ) -> None:
     """Mirror a run to MLflow until it ends. The first machine does this if the job asks for it."""
     from packtrain.errors import EXIT_DONE, EXIT_FAILED, Mistake
+    from packtrain.job.part import tracking_fault
     from packtrain.report.mirror import follow, follow_as_node
     from packtrain.run.trust import require_trust
     from packtrain.system import end_with_parent
@@ -457,6 +458,8 @@ def mirror(
             raise Mistake(f"{run.name} does not say where MLflow is; pass --mlflow URI")
         # Whoever writes the store could send this person's keys for MLflow elsewhere.
         require_trust(run, trusting(trust_code))
+    elif (fault := tracking_fault(uri)) is not None:
+        raise Mistake(f"--mlflow: {fault}")
     if node is not None:
         end_with_parent(signal.SIGKILL)
         follow_as_node(run, uri, node)

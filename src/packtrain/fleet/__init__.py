@@ -9,12 +9,23 @@ from packtrain.run.liveness import finish_unattended
 from packtrain.run.run import Run
 from packtrain.run.trust import trusts_fleet
 
-__all__ = ["Fleet", "LaunchPlan", "Machine", "StartedNode", "fleet_of", "release", "request_stop", "states_of"]
+__all__ = [
+    "Fleet", "LaunchPlan", "Machine", "StartedNode", "fleet_of", "fleet_to_ask", "release", "request_stop", "states_of",
+]  # fmt: skip
 
 
 def fleet_of(kind: FleetKind) -> Fleet:
     fleet: Fleet = kind.build()
     return fleet
+
+
+def fleet_to_ask(run: Run) -> Fleet | None:
+    """Return the run's fleet if it may be asked about the run without a question to the person; else None.
+
+    Whoever writes the store could name any machine, or a cluster whose login starts a program.
+    """
+    fleet = fleet_of(run.job.fleet.kind)
+    return fleet if fleet.trains_here or trusts_fleet(run, run.job.fleet.kind) else None
 
 
 def release(run: Run, say: Say = silent) -> None:
@@ -45,10 +56,14 @@ def release(run: Run, say: Say = silent) -> None:
 
 
 def request_stop(run: Run, reason: str, say: Say = silent) -> None:
-    """Ask the run's machines to commit and leave; if it has none, it has stopped when this returns."""
+    """Ask the run's machines to commit and leave; if it has none, it has stopped when this returns.
+
+    Jobs in the queue of a fleet that may not be asked exit when they start.
+    """
     run.request_stop(reason)
     try:
-        fleet_of(run.job.fleet.kind).cancel_queued(run)
+        if (fleet := fleet_to_ask(run)) is not None:
+            fleet.cancel_queued(run)
     except PacktrainError as error:
         say(f"Could not cancel queued jobs; they exit when they start: {error}")
     finish_unattended(run)

@@ -28,7 +28,7 @@ from packtrain.job.part import matching
 from packtrain.node.preemption import NoticeSource
 from packtrain.run.run import Run
 from packtrain.store import Store
-from packtrain.store.aws_keys import KEY_VARIABLES, PROFILE_VARIABLES, SdkKeys, named_profile, needs_sdk, sdk_keys
+from packtrain.store.aws_keys import KEY_VARIABLES, SdkKeys, named_profile, needs_sdk, sdk_keys
 from packtrain.units import counted
 
 GOOD_ENDS = (EXIT_DONE, EXIT_STOPPED, EXIT_ALREADY_JOINED)  # after these a node removes its log
@@ -46,20 +46,6 @@ _END = "END_OF_INPUT"
 # Settings that several fleets have.
 Word = Annotated[str, matching(r"[A-Za-z0-9_][A-Za-z0-9_.:@+-]{0,126}", "a name")]
 Python = Annotated[str, matching(r"[A-Za-z0-9_./~+-]+", "the path of a Python, as in /opt/train/bin/python")]
-
-# By the scheme of a store: the beginnings of names of variables with keys for it. Not all of AZURE_ and GOOGLE_, which
-# have keys of other services, too.
-_STORE_VARIABLES = {
-    "s3": ("AWS_",),
-    "gs": (
-        "GOOGLE_APPLICATION_CREDENTIALS", "GOOGLE_SERVICE_ACCOUNT", "GOOGLE_BEARER_TOKEN", "GOOGLE_BASE_URL",
-        "STORAGE_EMULATOR_HOST",
-    ),
-    "az": (
-        "AZURE_STORAGE_", "AZURE_ENDPOINT", "AZURE_CLIENT_", "AZURE_TENANT_ID", "AZURE_FEDERATED_TOKEN_FILE",
-        "AZURE_AUTHORITY_HOST",
-    ),
-}  # fmt: skip
 
 
 def silent(_: str) -> None:
@@ -270,12 +256,14 @@ def node_arguments(run: Run, python: str, kind: FleetKind, interface: str | None
 
 def passed_variables(environment: Sequence[str], store: str) -> tuple[str, ...]:
     """Return the names of the variables that remote nodes need: the job's, and the credentials of a bucket."""
-    # A node only reads and writes the store: a directory needs no keys, and a bucket only those of its service.
-    scheme = store.partition("://")[0]
-    names = {name for name in os.environ if name.startswith(_STORE_VARIABLES.get(scheme, ()))}
+    scheme, separator, _ = store.partition("://")
+    names: set[str] = set()
+    if separator and scheme != "file":  # a node only reads and writes the store: a directory needs no keys
+        from packtrain.store.services import SERVICES
+
+        names = SERVICES[scheme].passed(os.environ)
     if (sdk := _sdk_for(environment) if scheme == "s3" else None) is not None:
         names |= {*KEY_VARIABLES, "AWS_REGION", *(() if sdk.endpoint is None else ("AWS_ENDPOINT_URL_S3",))}
-    names -= {*PROFILE_VARIABLES}
     return tuple(sorted(names | {name for name in environment if name in os.environ}))
 
 

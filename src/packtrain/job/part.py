@@ -391,9 +391,12 @@ def is_tracking_uri(text: str) -> bool:
     return is_address(text) or text.startswith("file:") or text == "databricks"
 
 
-def _tracking_fault(text: str) -> str | None:
+def tracking_fault(text: str) -> str | None:
+    """Return what is wrong with the URI of MLflow, which is stored, and an argument of a process. Repeats no secret."""
     if fault := _path_fault(text):
         return fault
+    if is_address(text) and "@" in text.partition("://")[2].partition("/")[0]:
+        return "contains a secret; set MLFLOW_TRACKING_TOKEN instead, and list it under `environment`"
     if not is_tracking_uri(text) and not PurePosixPath(text).is_absolute() and _is_outside(text):
         return f"{quoted(text, _SHOWN)} is outside the job file's directory; use an absolute path"
     return None
@@ -434,7 +437,7 @@ ScoreName = Annotated[str, matching(r"[a-z][a-z0-9_-]{0,62}", "a valid score nam
 Variable = Annotated[str, _string(_variable_fault, "^[A-Za-z_][A-Za-z0-9_]{0,254}$")]
 DataPath = Annotated[str, _string(_data_path_fault, _path_pattern(_one_of(_DATA_SCHEMES, any_case=True)))]
 StorePath = Annotated[str, _string(_store_path_fault, _path_pattern(_SOME_ADDRESS))]
-TrackingPath = Annotated[str, _string(_tracking_fault, _path_pattern(f"{_SOME_ADDRESS}|file:"))]
+TrackingPath = Annotated[str, _string(tracking_fault, _path_pattern(f"{_SOME_ADDRESS}|file:"))]
 CodePath = Annotated[str, _string(code_path_fault, CODE_PATTERN)]
 CodeRoot = Annotated[str, _string(code_root_fault, CODE_ROOT_PATTERN)]
 DirectoryPath = Annotated[str, _string(_directory_fault, _path_pattern("(?!)", refused="(?!/)"))]

@@ -10,6 +10,7 @@ from math import log2
 
 _ADVICE = {  # by field of the job
     "data": "download the file and give its path instead",
+    "report": "set MLFLOW_TRACKING_TOKEN instead, and list it under `environment`",
     "store": "set AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY instead",
 }
 
@@ -197,7 +198,7 @@ _SECRET_VALUE = re.compile(
     r"|(?<!\w)xox[a-z]-[A-Za-z0-9-]{8}"
     r"|(?<![\w-])sk-[A-Za-z0-9_-]{20}"
     r"|(?<![\w-])eyJ[A-Za-z0-9_-]{10,}\.eyJ"
-    r"|://[^\s/?#@:]{0,256}:[^\s/?#@]{1,256}@"
+    r"|://[^\s/?#@:]{0,256}:[^\s/?#@]{1,256}@|(?i:https?)://[^\s/?#@]{1,256}@"
     r"|[?&](?i:(access_?|auth_?|id_?|security_?)?token|api_?key|password|secret|sig|signature|key-pair-id"
     r"|awsaccesskeyid|googleaccessid|x-(amz|goog)-(signature|credential|security-token))=[^&\s]"
     r"|(?i:authorization)[\"']?\s*[:=]\s*[\"']?(?i:bearer|basic|token|apikey)\s+[\w.~+/=-]"

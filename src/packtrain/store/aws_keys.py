@@ -26,8 +26,6 @@ if TYPE_CHECKING:
 
 DEFAULT_REGION = "us-east-1"
 KEY_VARIABLES = ("AWS_ACCESS_KEY_ID", "AWS_SECRET_ACCESS_KEY", "AWS_SESSION_TOKEN")
-# What these name is on this machine, and perhaps on no other.
-PROFILE_VARIABLES = ("AWS_PROFILE", "AWS_DEFAULT_PROFILE", "AWS_SHARED_CREDENTIALS_FILE", "AWS_CONFIG_FILE")
 _ROLES = ("iam-role", "container-role")  # of the machine itself: obstore finds them, as any other machine finds its own
 _FILES = {"AWS_SHARED_CREDENTIALS_FILE": ".aws/credentials", "AWS_CONFIG_FILE": ".aws/config"}
 

@@ -17,7 +17,7 @@ from urllib.parse import urlsplit
 from obstore.store import AzureStore, GCSStore, S3Store
 
 from packtrain.errors import Mistake
-from packtrain.store.aws_keys import DEFAULT_REGION, AwsKeys, SdkKeys, named_profile, needs_sdk, sdk_keys
+from packtrain.store.aws_keys import DEFAULT_REGION, KEY_VARIABLES, AwsKeys, SdkKeys, named_profile, needs_sdk, sdk_keys
 from packtrain.store.errors import NoKeys
 from packtrain.store.uploads import UploadClient
 from packtrain.system import in_home
@@ -43,7 +43,17 @@ class BucketService(ABC):
     """A service as this process can use it: the server and the keys for it."""
 
     scheme: ClassVar[str]
+    variables: ClassVar[tuple[str, ...]]
+    """The variables with which another machine opens the same bucket, as this process does."""
+    endpoints: ClassVar[tuple[str, ...]]
+    """The variables that name the server: the first one that is set counts, and the others are for other services."""
     endpoint: str | None
+
+    @classmethod
+    def passed(cls, environment: Mapping[str, str]) -> set[str]:
+        """Return the names of the variables that other machines need to open a bucket."""
+        server = next((name for name in cls.endpoints if environment.get(name)), None)
+        return {name for name in (*cls.variables, server) if name is not None and name in environment}
 
     @property
     def is_plain(self) -> bool:
@@ -74,6 +84,13 @@ class S3Service(BucketService):
     """Without `keys` and `sdk` obstore uses the machine's own role."""
 
     scheme = "s3"
+    variables = (
+        *KEY_VARIABLES, "AWS_REGION", "AWS_DEFAULT_REGION",
+        # How obstore writes to a bucket whose owner asks for it.
+        "AWS_SERVER_SIDE_ENCRYPTION", "AWS_SSE_KMS_KEY_ID", "AWS_SSE_BUCKET_KEY_ENABLED", "AWS_SSE_CUSTOMER_KEY_BASE64",
+        "AWS_REQUEST_PAYER", "AWS_CHECKSUM_ALGORITHM", "AWS_UNSIGNED_PAYLOAD", "AWS_SKIP_SIGNATURE",
+    )  # fmt: skip
+    endpoints = ("AWS_ENDPOINT_URL_S3", "AWS_ENDPOINT_URL")
 
     region: str
     endpoint: str | None = None
@@ -82,8 +99,7 @@ class S3Service(BucketService):
 
     @classmethod
     def of(cls, environment: Mapping[str, str]) -> S3Service:
-        endpoint = _first(environment, "AWS_ENDPOINT_URL_S3", "AWS_ENDPOINT_URL")
-        _check_endpoint("AWS_ENDPOINT_URL", endpoint)
+        endpoint = checked_endpoint(environment, *cls.endpoints)
         region = _first(environment, "AWS_REGION", "AWS_DEFAULT_REGION")
         keys = AwsKeys.of(environment)
         sdk = sdk_keys(named_profile(environment)) if needs_sdk(environment) else None
@@ -160,6 +176,8 @@ class GoogleService(BucketService):
     """obstore reads the key files of the environment, and those of gcloud, by itself."""
 
     scheme = "gs"
+    variables = (*_GOOGLE_FILES, "GOOGLE_SERVICE_ACCOUNT_KEY", "GOOGLE_BEARER_TOKEN")
+    endpoints = ("STORAGE_EMULATOR_HOST", "GOOGLE_BASE_URL")
 
     endpoint: str | None = None
     token: str | None = field(default=None, repr=False)
@@ -168,9 +186,8 @@ class GoogleService(BucketService):
     def of(cls, environment: Mapping[str, str]) -> GoogleService:
         emulator = environment.get("STORAGE_EMULATOR_HOST") or None
         if emulator is not None and "://" not in emulator:
-            emulator = f"http://{emulator}"
-        endpoint = emulator or environment.get("GOOGLE_BASE_URL") or None
-        _check_endpoint("STORAGE_EMULATOR_HOST" if emulator else "GOOGLE_BASE_URL", endpoint)
+            environment = {**environment, "STORAGE_EMULATOR_HOST": f"http://{emulator}"}
+        endpoint = checked_endpoint(environment, *cls.endpoints)
         token = environment.get("GOOGLE_BEARER_TOKEN") or ("emulator" if emulator else None)
         named = [(name, environment[name]) for name in _GOOGLE_FILES if environment.get(name)]
         for name, path in named:
@@ -203,6 +220,13 @@ class AzureService(BucketService):
     """A container of a storage account. Without a key or a signature obstore uses the identity that it finds."""
 
     scheme = "az"
+    variables = (
+        "AZURE_STORAGE_ACCOUNT_NAME", "AZURE_STORAGE_ACCOUNT", "AZURE_STORAGE_ACCOUNT_KEY", "AZURE_STORAGE_ACCESS_KEY",
+        "AZURE_STORAGE_KEY", "AZURE_STORAGE_SAS_TOKEN", "AZURE_STORAGE_SAS_KEY", "AZURE_STORAGE_TOKEN",
+        "AZURE_CLIENT_ID", "AZURE_CLIENT_SECRET", "AZURE_TENANT_ID", "AZURE_STORAGE_CLIENT_ID",
+        "AZURE_STORAGE_CLIENT_SECRET", "AZURE_STORAGE_TENANT_ID", "AZURE_FEDERATED_TOKEN_FILE", "AZURE_AUTHORITY_HOST",
+    )  # fmt: skip
+    endpoints = ("AZURE_STORAGE_ENDPOINT", "AZURE_ENDPOINT")
 
     account: str
     endpoint: str | None = None
@@ -214,8 +238,7 @@ class AzureService(BucketService):
         account = _first(environment, "AZURE_STORAGE_ACCOUNT_NAME", "AZURE_STORAGE_ACCOUNT")
         if account is None:
             raise Mistake("the storage account is not known; set AZURE_STORAGE_ACCOUNT_NAME")
-        endpoint = _first(environment, "AZURE_STORAGE_ENDPOINT", "AZURE_ENDPOINT")
-        _check_endpoint("AZURE_STORAGE_ENDPOINT", endpoint)
+        endpoint = checked_endpoint(environment, *cls.endpoints)
         key = _first(environment, "AZURE_STORAGE_ACCOUNT_KEY", "AZURE_STORAGE_ACCESS_KEY", "AZURE_STORAGE_KEY")
         signature = _first(environment, "AZURE_STORAGE_SAS_TOKEN", "AZURE_STORAGE_SAS_KEY")
         others = ("AZURE_CLIENT_SECRET", "AZURE_FEDERATED_TOKEN_FILE", "AZURE_STORAGE_TOKEN", "AZURE_USE_AZURE_CLI")
@@ -252,9 +275,12 @@ def _first(environment: Mapping[str, str], *names: str) -> str | None:
     return next((environment[name] for name in names if environment.get(name)), None)
 
 
-def _check_endpoint(variable: str, text: str | None) -> None:
-    if text is None:
-        return
+def checked_endpoint(environment: Mapping[str, str], *variables: str) -> str | None:
+    """Return the server that the first of these variables names; refuse one that has keys in it."""
+    variable = next((name for name in variables if environment.get(name)), None)
+    if variable is None:
+        return None
+    text = environment[variable]
     try:
         url = urlsplit(text)
         good = url.scheme in ("http", "https") and bool(url.hostname) and (url.port or 1) > 0
@@ -262,6 +288,7 @@ def _check_endpoint(variable: str, text: str | None) -> None:
         good = False
     if not good or set(text) & {*"@?"}:
         raise Mistake(f"{variable}: invalid URL; use http://host:port or https://host, without keys")
+    return text
 
 
 def _answers(url: str) -> bool:

@@ -38,7 +38,7 @@ from packtrain.run.sweeps import (
     is_paused,
     survivors,
 )
-from packtrain.run.trust import Accept
+from packtrain.run.trust import Accept, require_trust
 from packtrain.start import AlreadyComplete, reopen, start
 from packtrain.store import StoreError
 from packtrain.sweep.rungs import RungScore, TrialView, next_actions
@@ -281,6 +281,7 @@ class SweepDrive:
         fleet, now = fleet_of(watched.run.job.fleet.kind), self._clock()
         if not fleet.trains_here:
             # Clouds list machines a while after they were ordered, and asking takes connections.
+            require_trust(watched.run, self._accept)
             if watched.result is None and now - watched.since < _GRACE_SECONDS:
                 return True
             if now - watched.asked < _ASK_SECONDS:

@@ -96,7 +96,7 @@ def request(
     file: str | None = None,
 ) -> bytes:
     """Send a request with Amazon's signature, version 4, and return the answer. Tries again for a minute."""
-    name = {"autoscaling": "AUTO_SCALING"}.get(service, service.upper())
+    name = {"autoscaling": "AUTO_SCALING", "secretsmanager": "SECRETS_MANAGER"}.get(service, service.upper())
     region = os.environ["AWS_REGION"] if service == "s3" else _known("placement/region")
     server = os.environ.get("AWS_ENDPOINT_URL_" + name) or os.environ.get("AWS_ENDPOINT_URL")
     server = server or f"https://{service}.{region}.{metadata('services/domain') or 'amazonaws.com'}"

@@ -28,12 +28,17 @@ from packtrain.fleet.environment import FIND, write_archive
 from packtrain.fleet.fleet import node_arguments, values_of
 from packtrain.identity import identity, source
 from packtrain.run.run import Run
+from packtrain.store.services import checked_endpoint
 from packtrain.system import cache_directory, sha256_of
 from packtrain.units import Duration
 
 ENVIRONMENT = "environment.tar"
 """Name in a run's folder of what a machine makes its Python environment of; `put_environment` puts it there."""
 
+# Of the services that instance.py asks. User data can be read in AWS's console: no address may have a password in it.
+_ENDPOINTS = ("AWS_ENDPOINT_URL", *(f"AWS_ENDPOINT_URL_{one}" for one in (
+    "S3", "EC2", "AUTO_SCALING", "SSM", "SECRETS_MANAGER",
+)))  # fmt: skip
 _EXITS = {
     "done": EXIT_DONE,
     "stopped": EXIT_STOPPED,
@@ -121,7 +126,7 @@ def _environment(run: Run) -> dict[str, str]:
     """Return the variables by which the machine finds the store, and AWS if it is not at its usual place."""
     of_profile = values_of(("AWS_REGION", "AWS_ENDPOINT_URL_S3"))  # or of the environment
     region = of_profile.get("AWS_REGION") or os.environ.get("AWS_DEFAULT_REGION") or "us-east-1"
-    endpoints = {name: value for name, value in os.environ.items() if name.startswith("AWS_ENDPOINT_URL")}
+    endpoints = {name: url for name in _ENDPOINTS if (url := checked_endpoint(os.environ, name)) is not None}
     if of_profile.get("AWS_ENDPOINT_URL_S3"):
         endpoints["AWS_ENDPOINT_URL_S3"] = of_profile["AWS_ENDPOINT_URL_S3"]
     # Set even to the usual address: it says that this machine has a role, also for another S3 server.

@@ -43,7 +43,7 @@ _POD_SECONDS = 60  # more than the budget, for a pod's start and end
 _SCRATCH = "/packtrain"  # a directory of the pod's own
 # What tells a node where its store is. Keys are never among them.
 PLAIN_VARIABLES = (
-    "AWS_ENDPOINT_URL", "AWS_ENDPOINT_URL_S3", "AWS_REGION", "AWS_DEFAULT_REGION", "AWS_EC2_METADATA_DISABLED",
+    "AWS_ENDPOINT_URL", "AWS_ENDPOINT_URL_S3", "AWS_REGION", "AWS_DEFAULT_REGION",
     "STORAGE_EMULATOR_HOST", "GOOGLE_BASE_URL",
     "AZURE_STORAGE_ACCOUNT_NAME", "AZURE_STORAGE_ACCOUNT", "AZURE_STORAGE_ENDPOINT", "AZURE_ENDPOINT",
 )  # fmt: skip
