@@ -490,6 +490,24 @@ def test_the_policy_allows_the_store_the_secrets_and_the_end_and_no_more(region:
     assert "create-policy" in requests_of(run_on(s3_store, asked)), "a dry run prints it for whoever manages the role"
 
 
+def test_a_store_s_prefix_is_no_pattern_in_the_policy(region: AwsRegion) -> None:
+    rights = policy("s3://bucket/a*/${aws:username}/b?", ALL_RUNS, settings_of(), region)
+    statements = {one["Sid"]: one for one in rights["Statement"]}
+    below = "a${*}/${$}{aws:username}/b${?}/*"
+    assert statements["ReadAndWriteTheStore"]["Resource"] == f"arn:aws:s3:::bucket/{below}"
+    assert statements["ListTheStore"]["Condition"] == {"StringLike": {"s3:prefix": below}}
+
+
+def test_a_shared_role_ends_no_machine_of_another_store(region: AwsRegion, s3_store: Store) -> None:
+    statements = {one["Sid"]: one for one in policy(s3_store.url, ALL_RUNS, settings_of(), region)["Statement"]}
+    start(run := run_on(s3_store, {"machines": 1}), tied=False)
+    [group] = region.ask_all("autoscaling", "describe-auto-scaling-groups", "AutoScalingGroups")
+    tags = {tag["Key"]: tag["Value"] for tag in group["Tags"]}
+    [(key, value)] = statements["EndTheMachines"]["Condition"]["StringEquals"].items()
+    assert (key, tags["packtrain-store"]) == ("autoscaling:ResourceTag/packtrain-store", value), run.name
+    assert statements["EndTheTemplate"]["Condition"]["StringEquals"] == {"aws:ResourceTag/packtrain-store": value}
+
+
 def test_the_example_can_be_planned(region: AwsRegion, s3_location: str) -> None:
     loaded = load(EXAMPLE, [f"store={s3_location}"])
     commands = [plan.arguments[2] for plan in dry_run(loaded).plans if plan.arguments[0] == "aws"]
@@ -799,11 +817,16 @@ def checks_of(store: Store | None, **given: Any) -> dict[str, Check]:
 def test_doctor_asks_aws_for_everything_that_a_launch_needs_and_creates_nothing(
     region: AwsRegion, s3_store: Store
 ) -> None:
+    simulated: list[dict[str, Any]] = []
     with (
         answering(region, "GetServiceQuota", QUOTA),
         answering(region, "SimulatePrincipalPolicy", judged("ec2:RunInstances")),
+        hooked(region, "provide-client-params.iam.*", lambda params, **_: simulated.append(params)),
     ):
         checks = checks_of(s3_store, machines=2)
+    [end] = [asked for asked in simulated if "autoscaling:DeleteAutoScalingGroup" in asked.get("ActionNames", ())[1:2]]
+    named = [(entry["ContextKeyName"], entry["ContextKeyValues"]) for entry in end["ContextEntries"]]
+    assert named == [("autoscaling:ResourceTag/packtrain-store", [s3_store.url])]
     assert all(check.ok and not check.advice for check in checks.values()), checks
     assert [*checks] == [
         "credentials", "region", "image", "instances", "subnets", "role", "quota", "store", "rights", "policies",

@@ -280,6 +280,31 @@ def test_disks_of_the_instance_store_with_data_do_not_become_one(devices: list[s
     assert "--create" not in done.stdout
 
 
+@pytest.mark.usefixtures("processes")
+def test_of_what_earlier_runs_left_on_a_volume_only_files_of_packs_stay(tmp_path: Path) -> None:
+    """Any of them could have put a Python there that says that it is this Packtrain."""
+    shard = f"cache/packtrain/packs/{'a1' * 32}"
+    theirs = (
+        "home/.bashrc", "cache/pip/x", "cache/packtrain/environments/1-abc/bin/python", "cache/packtrain/code/d/a.py",
+        f"{shard}.lock", "cache/packtrain/packs/uses/x", f"cache/packtrain/packs/{'b2' * 32}/x",
+    )  # fmt: skip
+    data, text = tmp_path / "data", BOOT.read_text()
+
+    def boot(volume: str) -> set[str]:
+        for name in (shard, *theirs):
+            put(data, name, "theirs")
+        function = text[text.index("forget_others() {") : text.index("# Workers run as a user")]
+        script = f"set -euo pipefail\nown=$1/own data=$1/data volume=({volume})\n{function}\nforget_others\n"
+        subprocess.run(["bash", "-c", script, "boot", str(tmp_path)], check=True)
+        return {str(path.relative_to(data)) for path in data.rglob("*") if not path.is_dir()}
+
+    (tmp_path / "own").mkdir()
+    assert boot("") == {shard, *theirs}, "the disk is this machine's own"
+    assert boot("imagenet Size=600") == {shard}
+    assert boot("imagenet Size=600") == {shard, *theirs}, "after a reboot they are this run's"
+    assert "\nforget_others\nprepare_user\n" in text
+
+
 # Requests.
 
 

@@ -26,7 +26,8 @@ from packtrain.store import StoreAway
 from packtrain.system import this_client
 
 LABEL_TAG = "packtrain-label"
-_RUN_TAG, _STORE_TAG, _OWNER_TAG = "packtrain-run", "packtrain-store", "packtrain-owner"
+STORE_TAG = "packtrain-store"
+_RUN_TAG, _OWNER_TAG = "packtrain-run", "packtrain-owner"
 _EXPIRES_TAG = "packtrain-expires"
 _NEVER = "never"
 _TIME = "%Y-%m-%dT%H:%M:%SZ"
@@ -59,7 +60,7 @@ class Resource:
     @classmethod
     def tagged(cls, kind: str, name: str, place: str, tags: Mapping[str, str]) -> Resource:
         """Return a resource with what its tags say (see `tags_of`)."""
-        words = (tags.get(tag, "") for tag in (LABEL_TAG, _RUN_TAG, _STORE_TAG, _OWNER_TAG, _EXPIRES_TAG))
+        words = (tags.get(tag, "") for tag in (LABEL_TAG, _RUN_TAG, STORE_TAG, _OWNER_TAG, _EXPIRES_TAG))
         return cls(kind, name, place, *words)
 
     @property
@@ -163,7 +164,7 @@ def tags_of(run: Run, limit_seconds: float | None = None) -> dict[str, str]:
     return {
         LABEL_TAG: label_of(run),
         _RUN_TAG: run.name,
-        _STORE_TAG: run.store.url,
+        STORE_TAG: run.store.url,
         _OWNER_TAG: this_client(),
         _EXPIRES_TAG: _NEVER if left is None else expiry(left),
     }

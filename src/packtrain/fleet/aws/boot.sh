@@ -155,6 +155,18 @@ check_driver() {
   nvidia-smi -L || fail 'this machine has an NVIDIA GPU, but its driver does not answer; use an AMI with the driver'
 }
 
+# What earlier runs have left on a volume may be anybody's: it is neither run nor read as settings. Only files of packs
+# stay. They are named by their digests, and checked again because the lists of checked files go. Once per machine: after
+# a reboot, everything there is this run's own.
+forget_others() {
+  if [ "${#volume[@]}" -eq 0 ] || [ -e "$own/forgotten" ]; then return; fi
+  rm -rf "$data/home"
+  mkdir -p "$data/cache"
+  (cd "$data/cache" && find . -depth -mindepth 1 -regextype posix-extended \
+    ! '(' -type d -regex './packtrain(/packs)?' ')' ! '(' -type f -regex './packtrain/packs/[0-9a-f]{64}' ')' -delete)
+  touch "$own/forgotten"
+}
+
 # Workers run as a user without rights, of the same number on every machine: volumes go from one to the next.
 prepare_user() {
   as_user=(setpriv --reuid="$user" --regid="$user" --init-groups env HOME="$data/home")
@@ -238,6 +250,7 @@ command -v python3 >/dev/null || fail 'there is no python3; use an AMI with Pyth
 prepare_disk
 mount_shares
 check_driver
+forget_others
 prepare_user
 get_secrets
 find_python

@@ -224,15 +224,17 @@ def _policy_checks(
     region: AwsRegion, settings: AwsSettings, store: Store | None, caller: Mapping[str, Any], place: str
 ) -> Iterator[Check]:
     """Ask IAM what the policies of this user, and of the machines' role, allow."""
-    asked = [("*", (*_CALLS, *(_ROLE_CALLS if settings.create_role else ())))]
+    asked = [("*", (*_CALLS, *(_ROLE_CALLS if settings.create_role else ())), ())]
     advice = "ask your administrator for these rights"
     yield _simulated(place, "policies", lambda: _denied(region, _principal(region, str(caller["Arn"])), asked), advice)
     if settings.role is None or store is None:
         return
     role = settings.role
-    # Those with conditions depend on tags of what exists only during a run.
-    rights = [one for one in policy(store.url, ALL_RUNS, settings, region)["Statement"] if "Condition" not in one]
-    needed = [(_concrete(one["Resource"], str(caller["Account"])), one["Action"]) for one in rights]
+    account = str(caller["Account"])
+    needed = [
+        (_concrete(one["Resource"], account), one["Action"], _context(one.get("Condition", {}), account))
+        for one in policy(store.url, ALL_RUNS, settings, region)["Statement"]
+    ]
     advice = "`packtrain run --dry-run` prints the policy; without it machines cannot use the store, or end themselves"
     yield _simulated(place, "role", lambda: _denied(region, _role_of(region, role), needed), advice)
 
@@ -249,11 +251,19 @@ def _simulated(place: str, step: str, ask: Callable[[], list[str]], advice: str)
     return Check(place, step, True, "allow all that is needed")
 
 
-def _denied(region: AwsRegion, principal: str | None, needed: Sequence[tuple[str, Sequence[str]]]) -> list[str]:
-    """Return the actions that the policies of a user or a role do not allow; None stands for root."""
+def _denied(
+    region: AwsRegion,
+    principal: str | None,
+    needed: Sequence[tuple[str, Sequence[str], Sequence[Mapping[str, object]]]],
+) -> list[str]:
+    """Return the actions that the policies of a user or a role do not allow; None stands for root.
+
+    `needed` is a resource, the actions on it, and the context that conditions look at.
+    """
     denied = []
-    for resource, actions in needed if principal is not None else ():
-        request = {"PolicySourceArn": principal, "ActionNames": list(actions), "ResourceArns": [resource]}
+    for resource, actions, context in needed if principal is not None else ():
+        request: dict[str, Any] = {"PolicySourceArn": principal, "ActionNames": list(actions)}
+        request |= {"ResourceArns": [resource], **({"ContextEntries": list(context)} if context else {})}
         results = region.ask_all("iam", "simulate-principal-policy", "EvaluationResults", **request)
         denied += [str(one["EvalActionName"]) for one in results if one["EvalDecision"] != "allowed"]
     return denied
@@ -281,4 +291,17 @@ def _role_of(region: AwsRegion, profile: str) -> str:
 def _concrete(resource: str | list[str], account: str) -> str:
     """Return the name of one thing that a pattern stands for: IAM simulates requests, and those have no patterns."""
     pattern = resource if isinstance(resource, str) else resource[0]
-    return pattern if pattern == "*" else pattern.replace(":*:", f":{account}:", 1).replace("*", "doctor")
+    if pattern == "*":
+        return pattern
+    named = pattern.replace(":*:", f":{account}:", 1)
+    # `${*}` stands for the character itself.
+    return re.sub(r"\$\{([*?$])\}|[*?]", lambda match: match[1] or {"*": "doctor", "?": "d"}[match[0]], named)
+
+
+def _context(condition: Mapping[str, Mapping[str, str]], account: str) -> list[Mapping[str, object]]:
+    """Return the context of a request that meets the condition."""
+    values = [item for operator in condition.values() for item in operator.items()]
+    return [
+        {"ContextKeyName": key, "ContextKeyValues": [_concrete(value, account)], "ContextKeyType": "string"}
+        for key, value in values
+    ]

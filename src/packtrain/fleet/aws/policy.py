@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
+import re
 from typing import TYPE_CHECKING, Any
-from urllib.parse import urlsplit
 
-from packtrain.fleet.aws.region import AwsRegion
-from packtrain.fleet.cloud import LABEL_TAG
+from packtrain.fleet.aws.region import AwsRegion, tag_value
+from packtrain.fleet.cloud import LABEL_TAG, STORE_TAG
 
 if TYPE_CHECKING:
     from packtrain.fleet.aws.fleet import AwsSettings
@@ -15,7 +15,7 @@ ASSUMED_BY_MACHINES = {
     "Version": "2012-10-17",
     "Statement": [{"Effect": "Allow", "Principal": {"Service": "ec2.amazonaws.com"}, "Action": "sts:AssumeRole"}],
 }
-ALL_RUNS = "packtrain-*"  # the labels of all runs, for a role that they share
+ALL_RUNS = "packtrain-*"  # the labels of all runs, for a role that those of a store share
 _SESSION = (
     "ssm:UpdateInstanceInformation",
     "ssmmessages:CreateControlChannel",
@@ -26,11 +26,14 @@ _SESSION = (
 
 
 def policy(store: str, label: str, settings: AwsSettings, region: AwsRegion) -> dict[str, Any]:
-    """Return the policy of the machines' role: what runs of this label, which may have a `*`, need with this store."""
+    """Return the policy of the machines' role: what runs of this label, which may have a `*`, need with this store.
+
+    A shared role reaches no machine of a run in another store. In its own, whoever has the role can stop every run.
+    """
     start = f"arn:{region.partition}"
     statements = [
         *_store(store, start),
-        *_end(label, start, region.place),
+        *_end(store, label, start, region.place),
         *_secrets(settings, start, region.place),
         *_volumes(settings, label, start, region.place),
         *([_allow("AttachToTheMachine", _SESSION)] if settings.attach_by == "ssm" else []),
@@ -41,8 +44,8 @@ def policy(store: str, label: str, settings: AwsSettings, region: AwsRegion) -> 
 def _store(url: str, start: str) -> list[dict[str, Any]]:
     if not url.startswith("s3://"):
         return []
-    place = urlsplit(url)
-    bucket, prefix = f"{start}:s3:::{place.netloc}", place.path.strip("/")
+    name, _, prefix = url.removeprefix("s3://").partition("/")
+    bucket, prefix = f"{start}:s3:::{_literal(name)}", _literal(prefix.strip("/"))
     below = f"{prefix}/*" if prefix else "*"
     objects = ("s3:GetObject", "s3:PutObject", "s3:DeleteObject", "s3:AbortMultipartUpload")
     return [
@@ -52,17 +55,28 @@ def _store(url: str, start: str) -> list[dict[str, Any]]:
     ]
 
 
-def _end(label: str, start: str, region: str) -> list[dict[str, Any]]:
+def _literal(text: str) -> str:
+    """Return a text as a policy names it: in its patterns `*`, `?` and `${...}` stand for something else."""
+    return re.sub(r"[*?$]", lambda match: f"${{{match[0]}}}", text)
+
+
+def _end(store: str, label: str, start: str, region: str) -> list[dict[str, Any]]:
     """A machine ends itself without being replaced; the last one takes the group along."""
     end = ("TerminateInstanceInAutoScalingGroup", "DeleteAutoScalingGroup")
     group = f"{start}:autoscaling:{region}:*:autoScalingGroup:*:autoScalingGroupName/{label}"
-    own = {"StringLike": {f"aws:ResourceTag/{LABEL_TAG}": label}}
+    tag = tag_value(store)
+    groups = {"StringEquals": {f"autoscaling:ResourceTag/{STORE_TAG}": tag}}
+    templates = {"StringEquals": {f"aws:ResourceTag/{STORE_TAG}": tag}, **_of(label)}
     look = ("autoscaling:DescribeAutoScalingGroups", "autoscaling:DescribeAutoScalingInstances")
     return [
-        _allow("EndTheMachines", [f"autoscaling:{word}" for word in end], group),
-        _allow("EndTheTemplate", ("ec2:DeleteLaunchTemplate",), f"{start}:ec2:{region}:*:launch-template/*", own),
+        _allow("EndTheMachines", [f"autoscaling:{word}" for word in end], group, groups),
+        _allow("EndTheTemplate", ("ec2:DeleteLaunchTemplate",), f"{start}:ec2:{region}:*:launch-template/*", templates),
         _allow("SeeTheGroup", look),
     ]
+
+
+def _of(label: str) -> dict[str, Any]:
+    return {"StringLike": {f"aws:ResourceTag/{LABEL_TAG}": label}}
 
 
 def _secrets(settings: AwsSettings, start: str, region: str) -> list[dict[str, Any]]:
@@ -85,7 +99,6 @@ def _volumes(settings: AwsSettings, label: str, start: str, region: str) -> list
         return []
     ec2 = f"{start}:ec2:{region}:*"
     named = {"StringLike": {"aws:ResourceTag/Name": f"{settings.volume.name}_*"}}
-    own = {"StringLike": {f"aws:ResourceTag/{LABEL_TAG}": label}}
     made = {"StringLike": {"aws:RequestTag/Name": f"{settings.volume.name}_*"}}
     tagged = {"StringEquals": {"ec2:CreateAction": "CreateVolume"}}
     snapshot = (
@@ -94,7 +107,7 @@ def _volumes(settings: AwsSettings, label: str, start: str, region: str) -> list
     return [
         _allow("SeeVolumes", ("ec2:DescribeVolumes",)),
         _allow("TakeAVolume", ("ec2:AttachVolume",), f"{ec2}:volume/*", named),
-        _allow("TakeItToThisMachine", ("ec2:AttachVolume",), f"{ec2}:instance/*", own),
+        _allow("TakeItToThisMachine", ("ec2:AttachVolume",), f"{ec2}:instance/*", _of(label)),
         _allow("MakeAVolume", ("ec2:CreateVolume",), f"{ec2}:volume/*", made),
         _allow("NameTheVolume", ("ec2:CreateTags",), f"{ec2}:volume/*", tagged),
         *([_allow("UseTheSnapshot", ("ec2:CreateVolume",), snapshot)] if snapshot else []),
