@@ -788,7 +788,7 @@ def test_a_snapshot_of_a_pack_is_made_once(region: AwsRegion, s3_store: Store, v
     assert fleet.snapshot(run, None, f"pack-of-{run.name}") == (first, False)
     [snapshot] = region.ask("ec2", "describe-snapshots", SnapshotIds=[first])["Snapshots"]
     assert snapshot["VolumeId"] == volumes[1]
-    command = ["packtrain", "volume", "snapshot", run.name, "--store", s3_store.url, "--json"]
+    command = ["packtrain", "volume", "snapshot", run.name, "--store", s3_store.url, "--yes", "--json"]
     done = subprocess.run([sys.executable, "-m", *command], capture_output=True, text=True, check=True)
     assert json.loads(done.stdout)["new"], "a program has no pack: each snapshot is a new one"
 
