@@ -244,8 +244,8 @@ def show_dollars(dollars: float) -> str:
 
 
 def show_score(value: float) -> str:
-    """Return two decimals, or three digits of a number below 1: `20.12`, `0.0314`."""
-    return f"{value:.2f}" if abs(value) >= 1 or value == 0 else f"{value:.3g}"
+    """Return two decimals, or three digits of a very small or large number: `20.12`, `0.0314`, `1e+20`."""
+    return f"{value:.2f}" if 1 <= abs(value) < 1e15 or value == 0 else f"{value:.3g}"
 
 
 def show_count(count: float) -> str:

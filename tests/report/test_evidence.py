@@ -16,8 +16,9 @@ from packtrain.report.evidence import gather
 from packtrain.report.findings import QUESTIONS, findings_of
 from packtrain.report.markdown import markdown
 from packtrain.report.render import render
+from packtrain.run.blocks import decode_points
 from packtrain.run.checkpoint import commit
-from packtrain.run.chunks import ChunkWriter
+from packtrain.run.chunks import ChunkWriter, encode_line
 from packtrain.run.records import Event, Point, Result, Telemetry, TelemetrySample, TimeSpent
 from packtrain.run.run import Run, create_run
 from packtrain.store import Store
@@ -106,7 +107,7 @@ ANY_SECONDS = st.floats(-1e15, 1e15)
 @st.composite
 def any_points(draw: st.DrawFn) -> list[Point]:
     points = []
-    kinds: list[Literal["train", "valid", "start", "test"]] = ["train", "valid", "start", "test"]
+    kinds: list[Literal["train", "valid", "start", "test", "log"]] = ["train", "valid", "start", "test", "log"]
     for step in draw(st.lists(st.integers(0, 60), max_size=40)):
         kind = draw(st.sampled_from(kinds))
         values = {"loss": draw(ANY_NUMBER), "bleu": draw(ANY_NUMBER)}
@@ -115,7 +116,7 @@ def any_points(draw: st.DrawFn) -> list[Point]:
             values |= {"rate": draw(ANY_NUMBER), "epoch": draw(st.floats(-1e6, 1e6)), "tokens": draw(ANY_NUMBER)}
             values |= {"elapsed_seconds": draw(ANY_SECONDS), "gradient_norm": draw(ANY_NUMBER), **spans}
         points.append(Point(kind, draw(st.integers(0, 3)), step, draw(st.floats(0, 1e10)), values))
-    return points
+    return decode_points(b"".join(map(encode_line, points)), "")
 
 
 @given(any_points(), st.lists(st.tuples(st.integers(0, 3), st.integers(0, 2), ANY_SECONDS, ANY_SECONDS), max_size=8))

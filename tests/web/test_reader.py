@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import tracemalloc
 
 import numpy as np
 import pytest
@@ -14,7 +15,7 @@ from packtrain.run.records import Event, LogLine, Point, Telemetry, TelemetrySam
 from packtrain.run.run import Run, worker_writer
 from packtrain.store import Store
 from packtrain.web.logs import LogPlace, LogQuery, lines_after, lines_before
-from packtrain.web.reader import Readers, RunReader
+from packtrain.web.reader import TELEMETRY, Readers, RunReader
 from parts.dashboard import a_start, a_step, an_evaluation, trained_run, write_points
 from parts.faulty import FaultyStore
 from parts.runs import a_generation, new_run, recipe_job
@@ -185,8 +186,23 @@ def test_machines_have_columns_of_what_they_used(directory_store: Store) -> None
         writer.append(TelemetrySample(1e9 + second, "a", Telemetry(cpu_fraction=second / 10)))
     writer.flush()
     reader = read(run)
-    assert reader.machines["a"].all("cpu").tolist() == pytest.approx([0.0, 0.1, 0.2, 0.3, 0.4])
-    assert np.isnan(reader.machines["a"].all("gpu")).all()
+    assert reader.machines["a"].means[:, TELEMETRY.index("cpu")].tolist() == pytest.approx([0.0, 0.1, 0.2, 0.3, 0.4])
+    assert np.isnan(reader.machines["a"].means[:, TELEMETRY.index("gpu")]).all()
+
+
+def test_thousands_of_machines_take_little_memory(directory_store: Store) -> None:
+    run = new_run(directory_store)
+    writer = run.telemetry_writer("a")
+    for number in range(2000):
+        writer.append(TelemetrySample(1e9, f"node-{number}", Telemetry(cpu_fraction=0.5)))
+    writer.flush()
+    reader = RunReader(run)
+    tracemalloc.start()
+    reader.refresh(60)
+    size, _ = tracemalloc.get_traced_memory()
+    tracemalloc.stop()
+    assert len(reader.machines) == 2000
+    assert size < 2000 * 4000
 
 
 def test_events_are_in_the_order_of_time(directory_store: Store) -> None:

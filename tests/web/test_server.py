@@ -344,6 +344,14 @@ def test_nothing_is_read_while_nobody_looks(directory_store: Store, monkeypatch:
         wait_until(lambda: looks, "somebody asked")
 
 
+def test_a_page_too_many_is_refused(shown: RunningDashboard, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("packtrain.web.news._MAX_STREAMS", 1)
+    with shown.news() as news, shown.client() as client:
+        assert next(news)
+        answer = client.get("/api/stream")
+        assert (answer.status_code, answer.json()) == (503, {"error": "too many pages are open; close some"})
+
+
 def test_the_server_ends_although_pages_are_open(directory_store: Store) -> None:
     ended = threading.Event()
 

@@ -1,11 +1,13 @@
 from __future__ import annotations
 
+import tracemalloc
+
 import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from packtrain.web.table import BLOCK, Table, as_json
+from packtrain.web.table import BLOCK, MAX_NAMES, Table, UseOverTime, as_json
 
 
 def filled(losses: np.ndarray, each: int = 1000) -> Table:
@@ -65,7 +67,7 @@ def test_a_measurement_that_some_steps_lack_has_no_gaps() -> None:
 def test_rows_that_are_cut_do_not_come_back() -> None:
     table = filled(np.arange(5.0 * BLOCK))
     table.thinned("loss", 0, table.rows, 10)
-    table.cut(BLOCK + 1)
+    table.select(np.arange(BLOCK + 1))
     assert (table.rows, table.last("loss")) == (BLOCK + 1, BLOCK)
     table.append({"step": np.array([1e6]), "loss": np.array([-1.0])})
     assert table.thinned("loss", 0, table.rows, 10)[-1] == BLOCK + 1
@@ -89,6 +91,52 @@ def test_any_numbers_can_be_thinned_and_sent(numbers: list[float], points: int, 
     sent = as_json(table.all("loss")[rows])
     assert len(sent) <= max(points, 4) + 2
     finite = [one for one in numbers if np.isfinite(one)]
-    if finite and not table.columns["loss"].gaps:
+    if finite:
         assert min(finite) == pytest.approx(min(one for one in sent if one is not None), rel=1e-5)
         assert max(finite) == pytest.approx(max(one for one in sent if one is not None), rel=1e-5)
+
+
+def bytes_of_names(count: int) -> int:
+    """Return the memory of a table to which each row has brought a name of its own, twice."""
+    tracemalloc.start()
+    table = Table()
+    for row in range(2 * count):
+        table.append({"step": np.array([float(row)]), f"name-{row % count}": np.array([1.0])})
+    size, _ = tracemalloc.get_traced_memory()
+    tracemalloc.stop()
+    assert table.all(f"name-{count - 1}")[[count - 1, -1]].tolist() == [1, 1]
+    assert table.thinned("name-0", 0, table.rows, 100).tolist() == [0, count]
+    return size
+
+
+def test_memory_grows_with_the_numbers_and_not_with_names_times_rows() -> None:
+    assert bytes_of_names(2000) < 2.5 * bytes_of_names(1000)
+
+
+def test_names_beyond_the_limit_are_left_out() -> None:
+    table = Table()
+    table.append({f"name-{number}": np.array([1.0]) for number in range(MAX_NAMES + 5)})
+    assert (table.rows, len(table.names)) == (1, MAX_NAMES)
+
+
+def test_rows_of_a_measurement_that_some_lack_are_put_in_another_order() -> None:
+    table = Table()
+    table.append({"step": np.arange(3.0), "loss": np.ones(3)})
+    table.append({"step": np.arange(3.0, 6.0), "accuracy": np.arange(3.0, 6.0)})
+    table.select(np.array([5, 0, 3]))
+    assert table.all("step").tolist() == [5, 0, 3]
+    assert table.all("accuracy")[[0, 2]].tolist() == [5, 3] and np.isnan(table.all("accuracy")[1])
+    assert table.thinned("accuracy", 0, 3, 10).tolist() == [0, 2]
+    table.append({"step": np.array([9.0]), "accuracy": np.array([9.0])})
+    assert table.thinned("accuracy", 1, 4, 10).tolist() == [2, 3]
+
+
+def test_use_over_time_keeps_its_mean_in_few_spans() -> None:
+    use = UseOverTime(2)
+    for start in range(0, 10_000, 100):
+        times = np.arange(start, start + 100, 2.0)
+        use.append(times, np.stack([times, np.full(50, np.nan)], 1), 64)
+    assert 32 <= len(use.times) <= 64 and use.times[-1] == 9998
+    assert (np.diff(use.times) > 0).all()
+    assert use.means[:-1, 0].mean() == pytest.approx(use.times[-2] / 2, rel=0.02)
+    assert np.isnan(use.means[:, 1]).all()

@@ -370,9 +370,9 @@ class Follower:
             return True
         if one.kind == "start":
             self._steps.clear()  # speed and time left are those of the current generation
-        elif one.is_step:
+        elif one.kind == self._job.step_kind:
             self._steps = [*self._steps[1 - RECENT_STEPS :], one]
-        else:
+        elif one.kind in ("valid", "test"):
             before, self._evaluation = self._evaluation, one
             # If a periodic evaluation covers the full validation split, the last two evaluations are the same.
             return before is None or (before.kind, scores_of(before)) != (one.kind, scores_of(one))
@@ -441,7 +441,7 @@ def scores_of(point: Point) -> tuple[Part, ...]:
     names = [name for name in point.values if not name.endswith("_seconds")]
     counts = [point.counts.get(name) for name in names]
     parts: list[Part] = [f"step {point.step:,}"]
-    for name, count, following in zip(names, counts, [*counts[1:], None], strict=True):
+    for name, count, following in zip(names, counts, [*counts, None][1:], strict=True):
         parts += [f"  {name} ", (f"{point.values[name]:.3f}", "bold")]
         if count != following:  # once for neighbors of the same samples
             parts.append((of_samples("", count), "dim"))

@@ -622,6 +622,11 @@ class Job(Part):
     report: ReportSettings = ReportSettings()
 
     @property
+    def step_kind(self) -> Literal["train", "log"]:
+        """The kind of the points that are the steps of its runs; anyone who can write a store can add others."""
+        return "train" if self.recipe is not None else "log"
+
+    @property
     def has_own_code(self) -> bool:
         """True if it runs a program or a recipe of the user's own, and not only code of Packtrain."""
         return self.program is not None or (self.recipe is not None and ":" in self.recipe)

@@ -221,7 +221,7 @@ class ProgramMetrics:
             self._collect(is_last=True)
             points: list[Point] = []
             with suppress(DamagedRecord):
-                points = [point for point in self._run.recent_points(_COMPARED, False) if point.is_step]
+                points = [point for point in self._run.recent_points(_COMPARED, False) if point.kind == "log"]
             before: dict[str, int] = {}
             if restored is not None:
                 most = math.inf if restored.reached is None else restored.reached

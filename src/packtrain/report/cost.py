@@ -74,7 +74,7 @@ def goal_step(job: Job, last: Point | None) -> int | None:
 
 def _relative_steps(job: Job, epochs: float) -> float:
     """Return a number that grows as the steps of so many epochs do: with batches twice as large, half as fast."""
-    if job.train.duration.value > _MOST_EPOCHS:
+    if max(epochs, job.train.duration.value) > _MOST_EPOCHS:
         return epochs
     whole = int(epochs)
     parts = [1 / job.train.in_epoch(epoch).batch.value for epoch in range(whole + 1)]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from bisect import bisect_right
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -35,7 +36,6 @@ OWN_SPANS = ("data", "forward", "backward", "optimizer")
 """The work of a rank in a step by itself; the rest it spends on the others."""
 _TELEMETRY_BYTES = 32 << 20  # some 100,000 samples: enough for means of a week on many machines
 _MAX_STATE_BYTES = 1 << 20
-_LARGEST = 1e15  # of a measurement: squares of larger ones overflow
 
 
 @dataclass(frozen=True)
@@ -162,9 +162,7 @@ class Evidence:
 
 def values_of(points: Sequence[Point], name: str) -> list[tuple[float, float]]:
     return [
-        (float(point.step), point.values[name])
-        for point in points
-        if name in point.values and abs(point.values[name]) < _LARGEST  # False for NaN
+        (float(point.step), point.values[name]) for point in points if math.isfinite(point.values.get(name, math.nan))
     ]
 
 

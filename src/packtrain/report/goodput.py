@@ -145,5 +145,5 @@ def _total(records: Sequence[TimeSpent]) -> dict[str, float]:
     total: defaultdict[str, float] = defaultdict(float)
     for record in records:
         for span, seconds in record.seconds.items():
-            total[span] += seconds
+            total[span if span in LABELS else "other"] += seconds
     return dict(total)

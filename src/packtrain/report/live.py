@@ -132,6 +132,7 @@ class History:
 
     def __init__(self, job: Job) -> None:
         self._unit = job.train.batch.unit if job.recipe is not None else ""
+        self._step_kind = job.step_kind
         self._measure = measure_of(job)
         self._curves: defaultdict[str, GrowingLine] = defaultdict(GrowingLine)
         self._bests: list[Score] = []  # so far, one after the other: a restart may discard some
@@ -141,17 +142,17 @@ class History:
         self.started: Point | None = None
 
     def add(self, point: Point) -> None:
+        if point.kind == self._step_kind:
+            self._steps.append(point)
         if point.kind == "start":
             self._restart(point)
         elif point.kind == "train":
-            self._steps.append(point)
             for name in ("loss", "rate", "gradient_norm"):
                 self._put(f"train.{name}", point, point.values.get(name))
             seconds = step_seconds(point)
             if self._unit in point.values and seconds > 0:
                 self._put("speed", point, point.values[self._unit] / seconds)
         elif point.kind == "log":
-            self._steps.append(point)
             for name, value in point.values.items():
                 if name in self._logged or len(self._logged) < _MAX_LOGGED:
                     self._logged.add(name)

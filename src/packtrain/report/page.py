@@ -88,7 +88,9 @@ def line_chart(
 
     `marks` are named places on the x axis, drawn as dashed lines.
     """
-    finite = [replace(one, points=[(x, y) for x, y in one.points if math.isfinite(y)]) for one in series]
+    finite = [
+        replace(one, points=[(x, y) for x, y in one.points if math.isfinite(x) and math.isfinite(y)]) for one in series
+    ]
     drawn = [one for one in finite if one.points]  # a run that has just started has no evaluations
     if not drawn:
         return ""
@@ -163,7 +165,7 @@ def _line(scale: Scale, one: Series, x_label: str) -> str:
 
 
 def _number(value: float) -> str:
-    return f"{value:,.0f}" if abs(value) >= 1000 else f"{value:.4g}"
+    return f"{value:,.0f}" if 1000 <= abs(value) < 1e15 else f"{value:.4g}"
 
 
 def thin(points: Sequence[tuple[float, float]]) -> list[tuple[float, float]]:
@@ -182,7 +184,8 @@ def nice_ticks(low: float, high: float, count: int = 5) -> list[float]:
     """Return about `count` round numbers, from at most `low` to at least `high`."""
     if high <= low:
         low, high = low - (abs(low) / 10 or 1), high + (abs(high) / 10 or 1)
-    raw = max(high / count - low / count, _MIN_TICK)  # dividing first: the difference may overflow
+    # Dividing first: the difference may overflow, and of neighboring floats it is 0.
+    raw = max(high / count - low / count, math.ulp(max(abs(low), abs(high))), _MIN_TICK)
     exponent = math.floor(math.log10(raw))
     power = 10.0**exponent
     step = next((factor * power for factor in (1, 2, 2.5, 5) if factor * power >= raw), 10 * power)

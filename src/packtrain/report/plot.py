@@ -146,7 +146,7 @@ def plot_of(
     for run, its in points.items():
         for column in dict.fromkeys(chosen):
             line = _line(its, column, x)
-            if any(math.isfinite(y) for _, y in line):
+            if any(math.isfinite(place) and math.isfinite(y) for place, y in line):
                 label = run if len(chosen) == 1 else column if len(points) == 1 else f"{run} {column}"
                 series.append(Series(label, line, column.startswith(("valid.", "test."))))
     if not series:

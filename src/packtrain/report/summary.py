@@ -164,7 +164,7 @@ def summary_of(run: Run, state: State, raw: Sequence[Point], result: Result | No
     generations, points, leases = run.generations(), surviving(raw), run.leases()
     known = _overview_fields(run, state, points, result, leases)
     times = goodput(generations, raw, run.time_spent().read()).within(result.seconds if result else 0.0)
-    steps = [point for point in points if point.is_step]
+    steps = [point for point in points if point.kind == run.job.step_kind]
     speed = units_per_second(steps[-RECENT_STEPS:], known["unit"])  # None: printed steps that were read at one time
     return Summary(
         **{**known, "seconds": max(known["seconds"], times.seconds)},
@@ -193,7 +193,8 @@ def _overview_fields(
     run: Run, state: State, points: Sequence[Point], result: Result | None, leases: Sequence[Lease]
 ) -> dict[str, Any]:
     """Return the fields of an `Overview`; `points` are the surviving ones, or the last of them."""
-    job, steps = run.job, [point for point in points if point.is_step]
+    job = run.job
+    steps = [point for point in points if point.kind == job.step_kind]
     recent = steps[-RECENT_STEPS:]
     losses = recent_losses(steps)
     scores = scores_of(points, result)
@@ -241,7 +242,7 @@ def _seconds(job: Job, steps: Sequence[Point], result: Result | None, leases: Se
 
 def _measure_of(steps: Sequence[Point]) -> str:
     """Return the name of the first number by which a program evaluates its model, to judge by what it is called."""
-    names = (name for point in steps if point.kind == "log" for name in point.values)
+    names = (name for point in steps for name in point.values)
     return next((name for name in names if name.lower().startswith(_EVALUATED)), "")
 
 

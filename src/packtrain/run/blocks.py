@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 from pydantic import ConfigDict, TypeAdapter
 
 from packtrain.run.chunks import ChunkReader, ChunkWriter, encode_line, lines_of
-from packtrain.run.records import STEP_KINDS, Count, DamagedRecord, Label, Many, Point, decode, decode_many
+from packtrain.run.records import MAX_MEASUREMENT, Count, DamagedRecord, Label, Many, Point, decode, decode_many
 from packtrain.store import Store
 
 if TYPE_CHECKING:
@@ -44,10 +44,6 @@ class PointBlock:
     names: Many[Label]
     numbers: bytes
 
-    @property
-    def is_step(self) -> bool:
-        return self.kind in STEP_KINDS
-
     def matrix(self, what: str) -> NDArray[np.float64]:
         """Return the numbers, a row for each point; DamagedRecord names `what` if they are not those of points."""
         import numpy as np  # here, because most who read a run's records need no numbers
@@ -63,7 +59,8 @@ class PointBlock:
                 raise ValueError("not a block of points")
         except (ValueError, OverflowError) as error:  # also pydantic's
             raise DamagedRecord(f"{what} is damaged, or from another version (field numbers)") from error
-        return found
+        is_large = np.abs(found) > MAX_MEASUREMENT
+        return np.where(is_large, np.copysign(np.inf, found), found) if is_large.any() else found
 
     def _fields(self, row: Sequence[float]) -> dict[str, Any]:
         values = dict(zip(self.names, row[2:], strict=True))

@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from packtrain.errors import Mistake, PacktrainError
-from packtrain.run.records import Count, DamagedRecord, Digest, FileName, Generation, Many, decode, encode
+from packtrain.run.records import Count, DamagedRecord, Digest, FileName, Generation, Many, Measurement, decode, encode
 from packtrain.run.run import Run
 from packtrain.store import DamagedObject, ObjectNotFound, is_key
 from packtrain.system import sha256_of
@@ -52,7 +52,7 @@ class Checkpoint:
     name: FileName
     step: Count
     generation: Count
-    score: float | None
+    score: Measurement | None
     files: Many[StoredFile]
     reached: Count | None = None
 

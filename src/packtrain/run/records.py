@@ -28,6 +28,8 @@ MAX_RECORD_BYTES = 4 << 20
 """Of one object; a generation of 10,000 machines has 1 MB."""
 MAX_NUMBER = 2**63 - 1
 MAX_SECONDS = 1e15
+MAX_MEASUREMENT = 1e150
+"""A measurement beyond it counts as infinite: its square, or the sum of many, would overflow in every view."""
 _MAX_TIME = 253402300799.0  # the last second of the year 9999, the last that calendars of Python know
 _NAME_LENGTH = 200
 _MAX_ERRORS = 1000
@@ -51,6 +53,10 @@ def _measurements(values: dict[str, float]) -> dict[str, float]:
     return values
 
 
+def _measurement(value: float) -> float:
+    return math.copysign(math.inf, value) if abs(value) > MAX_MEASUREMENT else value
+
+
 FileName = Annotated[str, Field(max_length=_NAME_LENGTH), AfterValidator(_file_name)]
 Digest = Annotated[str, Field(pattern="^[0-9a-f]{64}$")]
 """A SHA-256."""
@@ -68,7 +74,8 @@ Many = Annotated[tuple[Item, ...], FailFast()]
 """Refused at the first one that is wrong: a list of millions would make millions of errors."""
 Label = Annotated[str, Field(max_length=_NAME_LENGTH)]
 GridSide = Annotated[int, Field(ge=1, le=MAX_GRID_SIDE)]
-Measurements = Annotated[dict[Label, float], AfterValidator(_measurements)]
+Measurement = Annotated[float, AfterValidator(_measurement)]
+Measurements = Annotated[dict[Label, Measurement], AfterValidator(_measurements)]
 
 
 class DamagedRecord(PacktrainError):
@@ -148,7 +155,7 @@ class Generation:
     """
 
     number: Count
-    members: Many[Member]
+    members: Annotated[Many[Member], Field(min_length=1)]
     port: Port
     reason: str
     step: Count = 0
@@ -369,9 +376,6 @@ class Sample:
 _OF_A_STEP = {"loss", "rate", "epoch", "elapsed_seconds", "step_seconds"}
 
 
-STEP_KINDS = ("train", "log")  # of points: a step of training, of a recipe and of a program
-
-
 @dataclass(frozen=True)
 class Point:
     """Measurements at a step. `start` marks the step that a generation resumes from.
@@ -387,11 +391,6 @@ class Point:
     values: Measurements
     samples: Many[Sample] = ()
     counts: dict[Label, Count] = field(default_factory=dict)
-
-    @property
-    def is_step(self) -> bool:
-        """True for a step of training, whoever made it."""
-        return self.kind in STEP_KINDS
 
     def column(self, name: str) -> str:
         """Return the name of a measurement among those of all kinds: `valid.bleu`; a program's own stay as they are."""
@@ -455,7 +454,7 @@ class Result:
     reason: str
     step: Count
     seconds: Seconds
-    scores: dict[Label, float] = field(default_factory=dict)
+    scores: dict[Label, Measurement] = field(default_factory=dict)
     signatures: dict[Label, str] = field(default_factory=dict)
     samples: Many[Sample] = ()
     counts: dict[Label, Count] = field(default_factory=dict)

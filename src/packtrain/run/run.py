@@ -207,7 +207,7 @@ class Run:
             starts |= _starts(chunk)
             outlived = _outlived(chunk, starts)
             kept += outlived
-            steps -= sum(point.is_step for point in outlived)
+            steps -= sum(point.kind == self.job.step_kind for point in outlived)
             evaluations -= sum(point.kind == "valid" for point in outlived)
             if max(steps, evaluations) <= 0:
                 break

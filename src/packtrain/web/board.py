@@ -300,7 +300,7 @@ def _machines(listed: ListedRun, state: State) -> int:
 
 def _pace(listed: ListedRun, seen: Overview) -> Row:
     job, cost = listed.run.job, seen.cost
-    steps = [point for point in listed.points if point.is_step][-RECENT_STEPS:]
+    steps = [point for point in listed.points if point.kind == job.step_kind][-RECENT_STEPS:]
     return {
         "progress": 1.0 if seen.state == "finished" else _progress(job, seen.step, steps),
         "units_per_second": _finite(units_per_second(steps, seen.unit)),
@@ -367,9 +367,9 @@ def _read_points(listed: ListedRun) -> str | None:
             point for key, data in listed.follower.take() for point in decode_points(data, f"{key} in {run.store.url}")
         ]
         if new:
-            listed.points = _tail(surviving([*listed.points, *new]))
+            listed.points = _tail(run.job, surviving([*listed.points, *new]))
             for point in new:
-                if (loss := loss_of(point)) is not None and point.is_step:
+                if (loss := loss_of(point)) is not None and point.kind == run.job.step_kind:
                     listed.sparks.add(point.step, loss)
     except PacktrainError as error:
         if is_away(error):
@@ -386,20 +386,21 @@ def _last_points(listed: ListedRun) -> list[Point]:
     for key in listed.unsampled[:-_MAX_CHUNKS:-1]:
         what = f"{key} in {run.store.url}"
         for part in reversed(list(parts_of(run.store.find(key) or b"", what))):
-            if not (missing > 0 or (is_sought and not part.is_step)):
+            is_step = part.kind == run.job.step_kind
+            if not (missing > 0 or (is_sought and not is_step)):
                 continue
-            new = [part] if isinstance(part, Point) else part.points(what, last=missing if part.is_step else 1)
+            new = [part] if isinstance(part, Point) else part.points(what, last=missing if is_step else 1)
             found += new
-            missing -= len(new) if part.is_step else 0
+            missing -= len(new) if is_step else 0
             is_sought = is_sought and part.kind != "valid"
         if missing <= 0 and not is_sought:
             break
     return surviving(found)
 
 
-def _tail(points: Sequence[Point]) -> list[Point]:
+def _tail(job: Job, points: Sequence[Point]) -> list[Point]:
     """Return the last steps and the last evaluations."""
-    steps = [point for point in points if point.is_step][-RECENT_STEPS:]
+    steps = [point for point in points if point.kind == job.step_kind][-RECENT_STEPS:]
     kinds = [[point for point in points if point.kind == kind][-1:] for kind in ("start", "valid", "test")]
     return sorted([*steps, *(point for found in kinds for point in found)], key=lambda one: (one.step, one.generation))
 
@@ -414,18 +415,19 @@ def _read_sparks(listed: ListedRun) -> None:
     each = max(1, _SPARKS // max(1, len(keys)))
     live, listed.sparks = listed.sparks, Sparkline()
     for key in keys:
-        losses = _losses(run.store.find(key) or b"", f"{key} in {run.store.url}")
+        losses = _losses(run, key)
         for step, loss in losses[:: max(1, len(losses) // each)][:each]:
             listed.sparks.add(step, loss)
     listed.sparks.extend(live)
 
 
-def _losses(data: bytes, what: str) -> list[tuple[int, float]]:
+def _losses(run: Run, key: str) -> list[tuple[int, float]]:
     """Return the steps of a chunk, and the loss of each."""
     found: list[tuple[int, float]] = []
-    for part in parts_of(data, what):
+    what = f"{key} in {run.store.url}"
+    for part in parts_of(run.store.find(key) or b"", what):
         name = loss_name(part.values if isinstance(part, Point) else part.names)
-        if name is None or not part.is_step:
+        if name is None or part.kind != run.job.step_kind:
             continue
         if isinstance(part, Point):
             found.append((part.step, part.values[name]))

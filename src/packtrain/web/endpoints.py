@@ -37,7 +37,7 @@ from packtrain.web.logs import LogQuery, lines_after, lines_before, shown_line
 from packtrain.web.news import News
 from packtrain.web.query import Cursor, Query, RefusedRequest
 from packtrain.web.reader import KINDS, TELEMETRY, RunReader, is_away
-from packtrain.web.table import as_json
+from packtrain.web.table import Table, as_json
 
 Part = TypeVar("Part")
 Limits = tuple[float | None, float | None]
@@ -47,6 +47,7 @@ _READ_SECONDS = 1.0  # that a request reads of a long history, before it answers
 _MORE_SECONDS = 3.0  # ... and one for more of it: every answer is work, too
 _FIRST_SECONDS = 0.5  # that a list of many runs waits for their details
 _MAX_RUNS, _MAX_NAMES, _MAX_POINTS, _MAX_LINES = 200, 50, 20_000, 2000
+_MAX_USES = 100_000  # points of all machines together
 _MAX_PICTURE_BYTES = 1 << 20
 _MAX_TEXT = 20_000  # characters of any text from the store, except the job
 _FILE_KINDS = {
@@ -198,9 +199,11 @@ class DashboardEndpoints:
         watch = self._board.machines(run.name)
         leases = {one.node: one for one in (watch.leases if watch else _part(run.leases, list[Lease], []))}
         with reader.lock:
+            names = sorted({*leases, *reader.machines})
+            points = max(1, min(points, _MAX_USES // max(1, len(names))))  # of thousands of machines fewer each
             nodes = [
                 _machine(reader, node, leases.get(node), watch is not None and watch.is_alive(node), points)
-                for node in sorted({*leases, *reader.machines})
+                for node in names
             ]
         return json_answer(_clean({"nodes": nodes}))
 
@@ -374,12 +377,14 @@ def _machine(reader: RunReader, node: str, lease: Lease | None, is_alive: bool, 
 
 
 def _over_time(reader: RunReader, node: str, points: int) -> dict[str, Any]:
-    table = reader.machines.get(node)
-    if table is None:
+    use = reader.machines.get(node)
+    if use is None:
         return {"time": [], **{name: [] for name in TELEMETRY}}
-    present = [name for name in TELEMETRY if not np.isnan(table.all(name)).all()]
+    table = Table()
+    table.append({"time": use.times, **{name: use.means[:, place] for place, name in enumerate(TELEMETRY)}})
+    present = [name for name in TELEMETRY if table.columns[name].count]
     rows, means = table.means(present, points)
-    times = np.round(table.all("time")[rows], 3).tolist() if len(rows) else []
+    times = np.round(use.times[rows], 3).tolist()
     return {"time": times, **{name: as_json(means[name]) if name in means else [] for name in TELEMETRY}}
 
 

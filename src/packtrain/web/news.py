@@ -61,10 +61,13 @@ class News:
     def wait_for_first(self, seconds: float) -> None:
         self._first.wait(seconds)
 
-    async def listen(self, runs: tuple[str, ...]) -> AsyncIterator[str]:
-        """Yield server-sent events until the server ends."""
+    def listen(self, runs: tuple[str, ...]) -> AsyncIterator[str]:
+        """Return server-sent events until the server ends. Refused here, before the answer has begun with a 200."""
         if len(self._listeners) >= _MAX_STREAMS:
             raise RefusedRequest(503, "too many pages are open; close some")
+        return self._events(runs)
+
+    async def _events(self, runs: tuple[str, ...]) -> AsyncIterator[str]:
         queue: asyncio.Queue[str | None] = asyncio.Queue(1000)
         self._listeners[queue] = runs
         self._wake.set()

@@ -32,7 +32,7 @@ from packtrain.run.records import (
 )
 from packtrain.run.run import Run
 from packtrain.store import StoreError
-from packtrain.web.table import Floats, Numbers, Rows, Table
+from packtrain.web.table import Floats, Numbers, Rows, Table, UseOverTime
 
 KINDS = ("train", "valid", "test", "log")
 MAX_READERS = 256
@@ -41,7 +41,7 @@ MAX_BYTES = 1 << 30
 _MAX_EVENTS = 20_000
 _MAX_EVENT_TEXT = 2000  # characters
 _KEY_BYTES = 200
-_MAX_NAMES = 1000  # of a program's numbers
+_MAX_SPANS, _MIN_SPANS, _ALL_SPANS = 4096, 64, 1 << 20  # of time, of a machine and of all machines together
 _MAX_WAITING = 256
 _EDITIONS = itertools.count(int(time.time() * 1000))
 _PLACE = ("step", "generation", "time")
@@ -60,7 +60,7 @@ def columns_of(numbers: Numbers, layout: Layout, unit: str) -> Batch:
     kind, generation, names = layout
     if (np.diff(numbers[:, 0]) < 0).any():
         numbers = numbers[np.argsort(numbers[:, 0], kind="stable")]
-    batch: Batch = {name: numbers[:, place] for place, name in enumerate(names[:_MAX_NAMES], 2)}
+    batch: Batch = {name: numbers[:, place] for place, name in enumerate(names, 2)}
     batch |= {"step": numbers[:, 0], "generation": np.full(len(numbers), float(generation)), "time": numbers[:, 1]}
     if kind == "train" and unit in batch and "step_seconds" in batch:
         seconds = batch["step_seconds"].copy()
@@ -95,7 +95,7 @@ class RunReader:
         self.complete = False
         self.problem: str | None = None
         self.events: list[Event] = []
-        self.machines: dict[str, Table] = {}
+        self.machines: dict[str, UseOverTime] = {}
         self.newest: dict[str, TelemetrySample] = {}
         self.log_keys: list[str] = []
         self.sample_keys: dict[tuple[str, int], str] = {}
@@ -105,7 +105,7 @@ class RunReader:
         self._layout: Layout = ("", 0, ())
         self._lost = Table()
         self._spent: dict[tuple[int, int], list[TimeSpent]] = {}
-        self._num_events = 0
+        self._num_events = self._num_samples = 0
         self._logs = ChunkFollower(run.store, run.key("logs"))
         streams: dict[str, Callable[[str, bytes], None]] = {
             "events": self._take_events,
@@ -117,9 +117,8 @@ class RunReader:
 
     @property
     def num_bytes(self) -> int:
-        return sum(table.num_bytes for table in (*self.tables.values(), *self.machines.values())) + 200 * len(
-            self.log_keys
-        )
+        tables = sum(table.num_bytes for table in self.tables.values())
+        return tables + sum(use.num_bytes for use in self.machines.values()) + _KEY_BYTES * len(self.log_keys)
 
     def refresh(self, seconds: float, streams: Sequence[str] | None = None) -> None:
         """Read what is new, for about that long; `complete` says if all of it was read."""
@@ -161,9 +160,8 @@ class RunReader:
     @property
     def versions(self) -> Versions:
         rows = ".".join(str(table.rows) for table in self.tables.values())
-        telemetry = sum(table.rows for table in self.machines.values())
         return Versions(
-            f"{self.edition}.{rows}", self._num_events, telemetry, len(self.log_keys), len(self.sample_keys),
+            f"{self.edition}.{rows}", self._num_events, self._num_samples, len(self.log_keys), len(self.sample_keys),
             self.num_checkpoints,
         )  # fmt: skip
 
@@ -201,11 +199,10 @@ class RunReader:
             late = (table.all("step") > step) & (table.all("generation") < generation)
             if late.any():
                 self.edition = next(_EDITIONS)
-                kept = table.taken(np.flatnonzero(~late))
                 if kind == "train":
-                    self._lost.append(table.taken(np.flatnonzero(late)))
-                table.cut(0)
-                table.append(kept)
+                    spans = (name for name in table.names if name in _PLACE or name.endswith("_seconds"))
+                    self._lost.append(table.taken(np.flatnonzero(late), spans))
+                table.select(np.flatnonzero(~late))
         for kind, at in [one for one in self.sample_keys if one[1] > step]:
             del self.sample_keys[kind, at]
 
@@ -229,9 +226,7 @@ class RunReader:
         table.append(batch)
         order = np.lexsort((table.all("generation"), table.all("step")))
         steps = table.all("step")[order]
-        kept = table.taken(order[np.append(np.diff(steps) > 0, True)])
-        table.cut(0)
-        table.append(kept)
+        table.select(order[np.append(np.diff(steps) > 0, True)])
 
     # Other streams.
 
@@ -247,12 +242,15 @@ class RunReader:
         for sample in found:
             by_node[sample.node].append(sample)
         for node, samples in by_node.items():
-            table = self.machines.setdefault(node, Table())
-            new = [one for one in sorted(samples, key=lambda one: one.time) if one.time > table.last("time")]
+            last = self.newest[node].time if node in self.newest else -1.0
+            new = [one for one in sorted(samples, key=lambda one: one.time) if one.time > last]
             if new:
                 rows = [use_of(one.telemetry) for one in new]
-                times = {"time": np.array([one.time for one in new])}
-                table.append(times | {name: np.array([row[name] for row in rows], float) for name in TELEMETRY})
+                use = self.machines.setdefault(node, UseOverTime(len(TELEMETRY)))
+                most = max(_MIN_SPANS, min(_MAX_SPANS, _ALL_SPANS // len(self.machines)))
+                numbers = np.array([[row[name] for name in TELEMETRY] for row in rows], float)
+                use.append(np.array([one.time for one in new]), numbers, most)
+                self._num_samples += len(new)
                 self.newest[node] = new[-1]
 
     def _take_time_spent(self, key: str, data: bytes) -> None:
@@ -335,11 +333,7 @@ class RunReader:
 def _summed(table: Table, rows: Rows) -> Iterator[Point]:
     """Yield some steps as one: the last of them, with the time of all."""
     if len(rows):
-        values = {
-            name: float(np.nansum(column.values[rows]))
-            for name, column in table.columns.items()
-            if name.endswith("_seconds")
-        }
+        values = {name: float(np.nansum(table.all(name)[rows])) for name in table.names if name.endswith("_seconds")}
         generation, step, time_of = (float(table.all(name)[rows[-1]]) for name in ("generation", "step", "time"))
         yield Point("train", int(generation), int(step), time_of, {**_GIVEN, **values})
 

@@ -1,7 +1,7 @@
 """Columns of numbers that grow at their end, and few points of them that show the same picture as all.
 
-Rows are in the order of training. Per block of `BLOCK` rows each column keeps where its lowest and highest values are,
-and its sum, once it was asked for: to draw a million steps is to look at some thousand numbers.
+Rows are in the order of training. Per block of `BLOCK` numbers each column keeps where the lowest and the highest are,
+and their sum, once that was asked for: to draw a million steps is to look at some thousand numbers.
 """
 
 from __future__ import annotations
@@ -18,120 +18,137 @@ Floats = NDArray[Any]
 """Of either precision."""
 Rows = NDArray[np.int64]
 
+MAX_NAMES = 10_000
+"""Of the columns of a table: a program may log numbers of any names."""
+_OBJECT_BYTES = 600  # of the objects of a column
 _EXACT = ("step", "generation", "time", "epoch", "elapsed_seconds")  # as x they need more digits than a curve
 _MEASURED = ("loss", "rate", "gradient_norm")  # at every step: NaN is what came out, and not that it is missing
 
 
 class GrowingColumn:
-    """One measurement, a number per row; NaN where a row lacks it, and `gaps` if any does."""
+    """One measurement: a number for every row or, with `rows`, for those only. Blocks are of its own numbers."""
 
-    def __init__(self, exact: bool, capacity: int, gaps: bool) -> None:
-        self.values: Floats = np.full(capacity, np.nan, np.float64 if exact else np.float32)
-        self.gaps = gaps
-        self.low_rows: Rows = np.zeros(0, np.int64)
-        self.high_rows: Rows = np.zeros(0, np.int64)
-        self.sums: Numbers = np.zeros(0)
-        self.counts: Rows = np.zeros(0, np.int64)
+    def __init__(self, exact: bool, values: Floats | None = None, rows: Rows | None = None) -> None:
+        self.values: Floats = np.empty(0, np.float64 if exact else np.float32) if values is None else values
+        self.rows = rows
+        self.count = len(self.values)
+        self._settled: tuple[Rows, Rows, Numbers] | None = None
 
-    def grow(self, capacity: int) -> None:
-        values: Floats = np.full(capacity, np.nan, self.values.dtype)
-        values[: len(self.values)] = self.values
-        self.values = values
+    @property
+    def num_bytes(self) -> int:
+        blocks = sum(one.nbytes for one in self._settled or ())
+        return _OBJECT_BYTES + self.values.nbytes + blocks + (0 if self.rows is None else self.rows.nbytes)
 
-    def cut(self, rows: int) -> None:
-        self.values[rows:] = np.nan
-        blocks = rows // BLOCK
-        self.low_rows, self.high_rows = self.low_rows[:blocks], self.high_rows[:blocks]
-        self.sums, self.counts = self.sums[:blocks], self.counts[:blocks]
+    @property
+    def all(self) -> Floats:
+        return self.values[: self.count]
 
-    def settle(self, rows: int) -> None:
-        """Bring what is known per block up to date."""
-        known, blocks = len(self.sums), rows // BLOCK
-        if known == blocks:
-            return
-        values = self.values[known * BLOCK : blocks * BLOCK].reshape(-1, BLOCK)
-        finite = np.isfinite(values)
-        first = np.arange(known, blocks) * BLOCK
-        low = first + np.where(finite, values, np.inf).argmin(1)
-        high = first + np.where(finite, values, -np.inf).argmax(1)
-        self.low_rows, self.high_rows = np.append(self.low_rows, low), np.append(self.high_rows, high)
-        self.sums = np.append(self.sums, np.where(finite, values, 0).sum(1, dtype=np.float64))
-        self.counts = np.append(self.counts, finite.sum(1))
+    def rows_of(self, places: Rows) -> Rows:
+        return places if self.rows is None else self.rows[places]
+
+    def places(self, begin: int, end: int) -> tuple[int, int]:
+        """Return where the numbers of these rows are."""
+        if self.rows is None:
+            return min(begin, self.count), min(end, self.count)
+        low, high = np.searchsorted(self.rows[: self.count], [begin, end])
+        return int(low), int(high)
+
+    def append(self, numbers: Floats, first: int, is_measured: bool) -> None:
+        """Add the numbers of rows from `first` on; unless `is_measured`, NaN says that a row has none."""
+        rows = np.arange(first, first + len(numbers))
+        if not is_measured and (missing := np.isnan(numbers)).any():
+            numbers, rows = numbers[~missing], rows[~missing]
+        if self.rows is None and len(rows) and (rows[0] != self.count or rows[-1] - rows[0] != len(rows) - 1):
+            self.rows = np.arange(len(self.values))
+        end = self.count + len(numbers)
+        if end > len(self.values):  # a column of few numbers stays small: a program may have thousands of names
+            self.values = np.resize(self.values, max(end, 2 * self.count))
+            self.rows = None if self.rows is None else np.resize(self.rows, len(self.values))
+        with np.errstate(over="ignore"):  # beyond float32 is infinite, and drawn as a gap
+            self.values[self.count : end] = numbers
+        if self.rows is not None:
+            self.rows[self.count : end] = rows
+        self.count = end
+
+    def settled(self) -> tuple[Rows, Rows, Numbers]:
+        """Return the places of the lowest and highest number of each whole block, and its sum."""
+        low, high, sums = self._settled or (np.zeros(0, np.int64), np.zeros(0, np.int64), np.zeros(0))
+        known, blocks = len(sums), self.count // BLOCK
+        if known < blocks:
+            values = self.values[known * BLOCK : blocks * BLOCK].reshape(-1, BLOCK)
+            finite = np.isfinite(values)
+            first = np.arange(known, blocks) * BLOCK
+            low = np.append(low, first + np.where(finite, values, np.inf).argmin(1))
+            high = np.append(high, first + np.where(finite, values, -np.inf).argmax(1))
+            sums = np.append(sums, np.where(finite, values, 0).sum(1, dtype=np.float64))
+        self._settled = low, high, sums
+        return self._settled
 
 
 class Table:
-    """Columns by name. All have the same number of rows."""
+    """Columns by name. Rows that lack a measurement take no memory in its column."""
 
     def __init__(self) -> None:
         self.rows = 0
-        self._capacity = BLOCK
         self.columns: dict[str, GrowingColumn] = {}
 
     @property
     def num_bytes(self) -> int:
-        return sum(column.values.nbytes for column in self.columns.values())
+        return sum(column.num_bytes for column in self.columns.values())
 
     @property
     def names(self) -> list[str]:
         return list(self.columns)
 
     def last(self, name: str) -> float:
-        return float(self.columns[name].values[self.rows - 1]) if self.rows else -np.inf
+        return float(self.all(name)[-1]) if self.rows else -np.inf
 
     def all(self, name: str) -> Floats:
-        """Return a column; NaN for every row if no row has it."""
-        if name not in self.columns:
-            return np.full(self.rows, np.nan)
-        return self.columns[name].values[: self.rows]
+        """Return a column; NaN for every row that lacks it."""
+        column = self.columns.get(name)
+        if column is not None and column.rows is None and column.count == self.rows:
+            return column.all
+        found = np.full(self.rows, np.nan, np.float64 if column is None else column.values.dtype)
+        if column is not None:
+            found[column.rows_of(np.arange(column.count))] = column.all
+        return found
 
     def append(self, values: Mapping[str, Floats]) -> None:
-        """Add rows: as many as each of these columns has. Columns that are missing here have a gap."""
-        added = len(next(iter(values.values())))
-        after = self.rows + added
-        if after > self._capacity:
-            self._capacity = max(after, 2 * self._capacity)
-            for column in self.columns.values():
-                column.grow(self._capacity)
+        """Add rows: as many as each of these columns has. Names beyond `MAX_NAMES` are left out."""
         for name, numbers in values.items():
             if name not in self.columns:
-                self.columns[name] = GrowingColumn(name in _EXACT, self._capacity, gaps=self.rows > 0)
-            column = self.columns[name]
-            with np.errstate(over="ignore"):  # beyond float32 is infinite, and drawn as a gap
-                column.values[self.rows : after] = numbers
-            column.gaps = column.gaps or bool(np.isnan(numbers).any() and name not in _MEASURED)
+                if len(self.columns) >= MAX_NAMES:
+                    continue
+                self.columns[name] = GrowingColumn(name in _EXACT)
+            self.columns[name].append(numbers, self.rows, name in _MEASURED)
+        self.rows += len(next(iter(values.values())))
+
+    def select(self, chosen: Rows) -> None:
+        """Keep these rows, in this order."""
+        place = np.full(self.rows, -1)
+        place[chosen] = np.arange(len(chosen))
+        kept = {}
         for name, column in self.columns.items():
-            column.gaps = column.gaps or name not in values
-        self.rows = after
+            rows = place[column.rows_of(np.arange(column.count))]
+            order = np.argsort(rows, kind="stable")[np.count_nonzero(rows < 0) :]
+            if len(order):
+                has_all = len(order) == len(chosen)
+                kept[name] = GrowingColumn(name in _EXACT, column.all[order], None if has_all else rows[order])
+        self.columns, self.rows = kept, len(chosen)
 
-    def cut(self, rows: int) -> None:
-        """Forget the rows from that one on."""
-        if rows < self.rows:
-            for column in self.columns.values():
-                column.cut(rows)
-            self.rows = rows
-
-    def taken(self, rows: Rows) -> dict[str, Floats]:
-        """Return copies of some rows of all columns."""
-        return {name: column.values[rows] for name, column in self.columns.items()}
+    def taken(self, rows: Rows, names: Iterable[str]) -> dict[str, Floats]:
+        """Return copies of some rows of these columns."""
+        return {name: self.all(name)[rows] for name in names}
 
     def thinned(self, name: str, begin: int, end: int, points: int) -> Rows:
         """Return at most about that many rows of a column, among them lowest and highest of every part of the range."""
         column = self.columns[name]
-        if end - begin <= points and not column.gaps:
-            return np.arange(begin, end)
-        rows = self._candidates(column, begin, end, points)
-        if column.gaps:
-            rows = rows[~np.isnan(column.values[rows])]
-        return rows if len(rows) <= points else extremes(rows, column.values[rows], begin, end, points)
-
-    def _candidates(self, column: GrowingColumn, begin: int, end: int, points: int) -> Rows:
-        first, last = -(-begin // BLOCK), end // BLOCK
-        if 2 * (last - first) < points:  # the extremes of blocks would be fewer points than were asked for
-            return np.arange(begin, end)
-        column.settle(self.rows)
-        inner = np.concatenate([column.low_rows[first:last], column.high_rows[first:last]])
-        edges = np.array([begin, end - 1])
-        return np.unique(np.concatenate([np.arange(begin, first * BLOCK), inner, np.arange(last * BLOCK, end), edges]))
+        first, last = column.places(begin, end)
+        if last - first <= points:
+            return column.rows_of(np.arange(first, last))
+        places = _candidates(column, first, last, points)
+        rows = column.rows_of(places)
+        return rows if len(rows) <= points else extremes(rows, column.values[places], begin, end, points)
 
     def means(self, names: Sequence[str], points: int) -> tuple[Rows, dict[str, Numbers]]:
         """Return the last row of each of at most that many parts, and the mean of each column in it; a gap counts as 0.
@@ -145,18 +162,65 @@ class Table:
         counts = np.diff(np.append(starts, self.rows))
         found = {}
         for name in names:
-            if size < BLOCK:
+            column = self.columns[name]
+            if size >= BLOCK and column.rows is None and column.count == self.rows:
+                sums = _block_sums(column, starts // BLOCK)
+            else:
                 finite = np.nan_to_num(self.all(name), posinf=0.0, neginf=0.0)
                 sums = np.add.reduceat(finite, starts, dtype=np.float64) if self.rows else np.zeros(0)
-            else:
-                sums = self._block_sums(self.columns[name], starts // BLOCK)
             found[name] = sums / counts
         return starts + counts - 1, found
 
-    def _block_sums(self, column: GrowingColumn, starts: Rows) -> Numbers:
-        column.settle(self.rows)
-        rest = np.nan_to_num(column.values[len(column.sums) * BLOCK : self.rows], posinf=0.0, neginf=0.0)
-        return np.add.reduceat(np.append(column.sums, rest.sum(dtype=np.float64)), starts)
+
+def _candidates(column: GrowingColumn, begin: int, end: int, points: int) -> Rows:
+    """Return places of a column between these: the lowest and highest of blocks, if there are enough of them."""
+    first, last = -(-begin // BLOCK), end // BLOCK
+    if 2 * (last - first) < points:  # the extremes of blocks would be fewer points than were asked for
+        return np.arange(begin, end)
+    low, high, _ = column.settled()
+    inner = np.concatenate([low[first:last], high[first:last]])
+    edges = np.array([begin, end - 1])
+    return np.unique(np.concatenate([np.arange(begin, first * BLOCK), inner, np.arange(last * BLOCK, end), edges]))
+
+
+def _block_sums(column: GrowingColumn, starts: Rows) -> Numbers:
+    _, _, sums = column.settled()
+    rest = np.nan_to_num(column.all[len(sums) * BLOCK :], posinf=0.0, neginf=0.0)
+    return np.add.reduceat(np.append(sums, rest.sum(dtype=np.float64)), starts)
+
+
+class UseOverTime:
+    """The use of a machine as means of equal spans of time: a run of months takes no more memory than one of hours.
+
+    A row of `means` has a number for each resource. A span lasts `seconds`, which doubles when spans become too many.
+    """
+
+    def __init__(self, resources: int) -> None:
+        self.seconds = 1.0
+        self.times: Numbers = np.zeros(0)
+        """Of the last sample of each span."""
+        self.means: NDArray[np.float32] = np.zeros((0, resources), np.float32)
+        self._counts: Rows = np.zeros(0, np.int64)
+
+    @property
+    def num_bytes(self) -> int:
+        return _OBJECT_BYTES + self.times.nbytes + self.means.nbytes + self._counts.nbytes
+
+    def append(self, times: Numbers, rows: Numbers, most: int) -> None:
+        """Add samples in the order of time, and keep at most that many spans."""
+        self.times, self.means = np.append(self.times, times), np.append(self.means, rows.astype(np.float32), 0)
+        self._counts = np.append(self._counts, np.ones(len(times), np.int64))
+        self._merge()
+        while len(self.times) > most:
+            self.seconds *= 2
+            self._merge()
+
+    def _merge(self) -> None:
+        starts = np.flatnonzero(np.diff(self.times // self.seconds, prepend=-1.0))
+        weighted = np.add.reduceat(self.means * self._counts[:, None], starts, 0, np.float64)
+        self._counts = np.add.reduceat(self._counts, starts)
+        self.times = self.times[np.append(starts[1:], len(self.times)) - 1]
+        self.means = (weighted / self._counts[:, None]).astype(np.float32)
 
 
 def extremes(rows: Rows, values: Floats, begin: int, end: int, points: int) -> Rows:
