@@ -142,16 +142,16 @@ def measured(
             shown.append(seconds_until_shown(page, url + contender.first))
             picture(page, "first")
     with served(contender, folder) as (url, _process), browsed(contender) as page:
-        page.goto(url, wait_until="commit")  # with the token, of those that have one
+        page.goto(url + contender.first, wait_until="commit")
         chosen = ids[: options.overlay]
         overlaid = seconds_until_still(
-            page, _origin(url) + contender.overlay(chosen), lambda: contender.is_read(page, chosen, options.points)
+            page, url + contender.overlay(chosen), lambda: contender.is_read(page, chosen, options.points)
         )
         picture(page, "overlay")
     with served(contender, folder) as (url, process), browsed(contender) as page:
-        page.goto(url, wait_until="commit")
+        page.goto(url + contender.first, wait_until="commit")
         page.goto("about:blank")
-        page.goto(_origin(url) + contender.watch(ids[0]), wait_until="commit")
+        page.goto(url + contender.watch(ids[0]), wait_until="commit")
         page.wait_for_timeout(1000 * min(8.0, options.watch))  # not the start, which was measured above
         writer = contender.grow(folder, options.watch)
         before = cpu_seconds(process.pid), browser_seconds()
@@ -191,8 +191,8 @@ def served(contender: Contender, folder: Path) -> Iterator[tuple[str, subprocess
             while not _answers(port) or (contender.name == "packtrain" and printed is None):
                 assert process.poll() is None and time.monotonic() < deadline, (folder / "server.log").read_text()
                 time.sleep(0.05)
-                found = re.search(rf"http://127.0.0.1:{port}/\?token=\S+", (folder / "server.log").read_text())
-                printed = found[0] if found else None
+                found = re.search(rf"http://127.0.0.1:{port}/\S{32}/", (folder / "server.log").read_text())
+                printed = found[0].rstrip("/") if found else None
             yield printed or f"http://127.0.0.1:{port}", process
         finally:
             for child in psutil.Process(process.pid).children(recursive=True):
@@ -342,7 +342,7 @@ def packtrain() -> Contender:
         found: bool = page.evaluate("!document.querySelector('.grid[aria-busy=true]')")
         return found
 
-    return Contender("packtrain", make, grow, serve, "", overlay, lambda one: f"/#/run/{one}/curves", is_read=is_read)
+    return Contender("packtrain", make, grow, serve, "/", overlay, lambda one: f"/#/run/{one}/curves", is_read=is_read)
 
 
 def packtrain_point(run: int, step: int) -> Any:

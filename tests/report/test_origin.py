@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shlex
 from pathlib import Path
 from typing import Any
 
@@ -167,3 +168,10 @@ def test_the_code_of_a_program_is_in_the_store() -> None:
     found = reproduce(evidence_of(job=program_job()))
     assert any("runs/job-1/code.tar.zst" in fact for fact in found.evidence)
     assert "bit for bit" not in found.answer
+
+
+def test_a_command_has_no_characters_that_a_terminal_would_run() -> None:
+    text = "a'\x1b[201~\rtouch owned\n\u202e"
+    command = command_of(JobSource(text, "", (f"note={text}",)), text).replace("\\\n", "")
+    assert command.isprintable()
+    assert [words.count("touch owned") for words in shlex.split(command)] == [0, 0, 1, 0, 1, 0, 1]

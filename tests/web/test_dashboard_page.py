@@ -11,6 +11,7 @@ import hashlib
 import io
 import math
 import re
+import shlex
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -24,6 +25,7 @@ from PIL import Image
 from packtrain.run.records import (
     Event,
     Generation,
+    JobSource,
     LogLine,
     Member,
     Notes,
@@ -135,11 +137,11 @@ class Dashboard:
 
 
 @contextmanager
-def served(store: Store, network: QuietNetwork, port: int = 0) -> Iterator[Dashboard]:
+def served(store: Store, network: QuietNetwork, port: int = 0, token: str = TOKEN) -> Iterator[Dashboard]:
     listener = network.listener(port)
     url = f"http://127.0.0.1:{listener.getsockname()[1]}"
     log: list[str] = []
-    server = DashboardServer(store, listener, TOKEN, log.append)
+    server = DashboardServer(store, listener, token, log.append)
     thread = threading.Thread(target=server.run, kwargs={"sockets": [listener]}, daemon=True)
     thread.start()
     try:
@@ -202,8 +204,7 @@ def open_page(browser: Browser, dashboard: Dashboard) -> Iterator[OpenPage]:
         page.on("request", asked)
         page.on("console", lambda message: said(message.type, message.text))
         page.on("pageerror", lambda error: said("error", str(error)))
-        page.goto(f"{url}/?token={token}")
-        page.goto(f"{url}/{view}")
+        page.goto(f"{url}/{token}/{view}")
         return page
 
     yield open_
@@ -500,14 +501,75 @@ def test_axe_finds_no_serious_fault(open_page: OpenPage) -> None:
         assert [(one["id"], one["nodes"][0]["html"][:300]) for one in grave] == [], view
 
 
-def test_a_run_that_is_not_there_and_a_page_without_its_token_say_so(open_page: OpenPage) -> None:
+def test_a_run_that_is_not_there_is_said_to_be_missing(open_page: OpenPage) -> None:
     page = open_page("#/run/not-there", bears="40[14]")
     expect(page.locator(".quiet").first).to_contain_text("There is no run not-there")
     page.evaluate("name => { location.hash = '#/run/' + encodeURIComponent(name); }", SCRIPT)
     expect(page.locator(".quiet").first).to_contain_text("There is no run <script>")
-    page.context.clear_cookies()
-    page.evaluate("location.hash = '#/run/alpha-1'")
-    expect(page.locator(".quiet").first).to_contain_text("This dashboard needs its token")
+
+
+def test_a_page_whose_server_was_started_again_says_that_it_needs_the_new_address(
+    open_page: OpenPage, network: QuietNetwork, tmp_path: Path
+) -> None:
+    store = open_store(str(tmp_path / "store"), create=True)
+    a_run(store, "alpha", 20)
+    with served(store, network) as first:
+        page = open_page("#/", url=first.url, bears="Failed to load resource|ERR_|401|EventSource")
+        expect(page.locator(".rows .row")).to_have_count(1)
+    with served(store, network, int(first.url.rpartition(":")[2]), "another-token"):
+        page.evaluate("location.hash = '#/run/alpha-1'")
+        expect(page.locator(".quiet").first).to_contain_text("This dashboard needs its token")
+        page.close()
+
+
+def test_a_private_file_leads_to_the_page_which_sends_nothing_to_other_ports(
+    browser: Browser, dashboard: Dashboard, network: QuietNetwork, tmp_path: Path
+) -> None:
+    """Cookies go to every port of a host, so the page has none; what it stores is that of its own port."""
+    heads: list[str] = []
+    listener = network.listener(0)
+
+    def serve() -> None:
+        connection, _ = listener.accept()
+        with connection:
+            heads.append(connection.recv(10_000).decode())
+            connection.sendall(b"HTTP/1.1 200 OK\r\nContent-Length: 4\r\nConnection: close\r\n\r\nelse")
+
+    thread = threading.Thread(target=serve, daemon=True)
+    thread.start()
+    file = tmp_path / "dashboard.html"
+    file.write_text(f'<!doctype html><meta http-equiv="refresh" content="0; url={dashboard.url}/{TOKEN}/">')
+    context = browser.new_context()
+    page = context.new_page()
+    page.goto(file.as_uri())
+    page.wait_for_url(f"{dashboard.url}/{TOKEN}/**")
+    expect(page.locator(".rows .row", has_text="alpha-1")).to_be_visible()
+    expect(page.locator("#link")).to_have_text("live")
+    page.reload()
+    expect(page.locator(".rows .row", has_text="alpha-1")).to_be_visible()
+    assert context.cookies() == []
+    page.goto(f"http://127.0.0.1:{listener.getsockname()[1]}/")
+    thread.join(30)
+    listener.close()
+    context.close()
+    assert len(heads) == 1 and TOKEN not in heads[0] and "cookie" not in heads[0].lower()
+
+
+def test_what_is_copied_is_what_is_shown(open_page: OpenPage, store: Store) -> None:
+    """A terminal runs what is pasted: a control character would end the command and start another."""
+    text = "name: alpha\n\x1b[201~\rtouch owned\r\x03"
+    Run(store, "beta-1").put_source(JobSource("job.yaml\r", text, ("a='\x1b[201~\rtouch owned\n",)))
+    page = open_page("#/run/beta-1/job")
+    page.context.grant_permissions(["clipboard-read", "clipboard-write"])
+    expect(page.get_by_role("region", name="Command")).to_contain_text("packtrain run")
+    for number, listing in enumerate(("Job file", "Command")):
+        page.get_by_role("button", name="Copy").nth(number).click()
+        expect(page.get_by_role("button", name="Copied")).to_have_count(1)
+        copied = page.evaluate("navigator.clipboard.readText()")
+        assert copied == page.get_by_role("region", name=listing).text_content()
+        assert "touch owned" in copied and not re.search(r"[\x00-\x08\x0b-\x1f\x7f]", copied)
+        expect(page.get_by_role("button", name="Copied")).to_have_count(0)
+    assert shlex.split(copied)[:2] == ["packtrain", "run"] and copied.count("--set") == 1
 
 
 def test_the_page_waits_for_a_server_or_a_store_that_went_away(

@@ -4,7 +4,12 @@ from __future__ import annotations
 
 import os
 import sys
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager, nullcontext
+from functools import partial
 from pathlib import Path
+from tempfile import TemporaryDirectory
+from threading import Thread
 from typing import Annotated
 
 import typer
@@ -60,19 +65,31 @@ def ui(
     listener = listening(host, port)
     token = secrets.token_urlsafe(_TOKEN_BYTES)
     options = {} if certificate is None else {"ssl_certfile": str(certificate), "ssl_keyfile": key and str(key)}
-    server = DashboardServer(found, listener, token, log_request, **options)
-    url = f"{url_of(listener, 'https' if certificate else 'http')}/?token={token}"
+    url = f"{url_of(listener, 'https' if certificate else 'http')}/{token}/"
     print(f"Dashboard of {found.url}: {url}  Ctrl-C stops it.", flush=True)
-    if browse:
-        _open(url)
-    server.run(sockets=[listener])
+    with ExitStack() as pages:
+        # Not before it has started: a signal would leave the file behind.
+        started = partial(pages.enter_context, _opened(url) if browse else nullcontext())
+        server = DashboardServer(found, listener, token, log_request, started, **options)
+        server.run(sockets=[listener])
     if server.is_interrupted:
         raise KeyboardInterrupt
 
 
-def _open(url: str) -> None:
-    """Open the page if there is a screen to see it on."""
+@contextmanager
+def _opened(url: str) -> Iterator[None]:
+    """Open the page if there is a screen to see it on.
+
+    Every user of the machine sees the arguments of a browser, so it gets a private file that leads to the address.
+    """
     import webbrowser
 
-    if os.environ.get("DISPLAY") or os.environ.get("WAYLAND_DISPLAY") or sys.platform == "darwin":
-        webbrowser.open(url)
+    if not (os.environ.get("DISPLAY") or os.environ.get("WAYLAND_DISPLAY") or sys.platform == "darwin"):
+        yield
+        return
+    with TemporaryDirectory(prefix="packtrain-ui-") as folder:  # of this user only, as is the file
+        page = Path(folder) / "dashboard.html"
+        page.touch(0o600)
+        page.write_text(f'<!doctype html><meta http-equiv="refresh" content="0; url={url}">', encoding="utf-8")
+        Thread(target=webbrowser.open, args=(page.as_uri(),), daemon=True).start()  # some return when they are closed
+        yield

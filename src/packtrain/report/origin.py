@@ -9,6 +9,7 @@ from typing import Any
 
 import yaml
 
+from packtrain.errors import harmless
 from packtrain.job import Job
 from packtrain.job.job import expand
 from packtrain.recipes import built_in
@@ -144,15 +145,18 @@ def reproduce(evidence: Evidence) -> Finding:
 
 
 def command_of(source: JobSource, pack: str = "", job: Job | None = None) -> str:
-    """Return the command that starts the same run again, with a line for each part if it is long."""
+    """Return the command that starts the same run again, with a line for each part if it is long.
+
+    People paste it into a shell, which would run control characters: they are escaped.
+    """
     packed = replace(source, overrides=(*source.overrides, f"data.pack={pack}")) if pack else source
-    overrides = [shlex.join(["--set", override]) for override in packed.last_overrides]
-    parts = [shlex.join(["packtrain", "run", source.file]), *overrides]
+    parts = [["packtrain", "run", source.file], *(["--set", override] for override in packed.last_overrides)]
     if job is not None and job.parent is not None and job.weights is None:  # otherwise the file says it
         fresh = [] if job.parent.takes == "everything" else ["--fresh"]
-        parts.append(shlex.join(["--from", f"{job.parent.store}/{job.parent.run}:{job.parent.step}", *fresh]))
-    line = " ".join(parts)
-    return line if len(line) <= _MAX_COLUMNS else " \\\n    ".join(parts)
+        parts.append(["--from", f"{job.parent.store}/{job.parent.run}:{job.parent.step}", *fresh])
+    lines = [shlex.join(map(harmless, words)) for words in parts]
+    line = " ".join(lines)
+    return line if len(line) <= _MAX_COLUMNS else " \\\n    ".join(lines)
 
 
 def _commit(source: JobSource) -> str:

@@ -2,7 +2,8 @@
 
 The way of a request:
 
-    door       host, origin, method and token
+    door       host, origin, method and token, which is the first part of the path: cookies would reach every server
+               on this machine, whatever its port
     query      checked: names, numbers and choices (query.py)
     answer     in a thread, from readers that know what was read before (endpoints.py, reader.py, board.py)
     news       meanwhile, one thread looks at the store and tells open pages what has changed (news.py)
@@ -20,7 +21,7 @@ from typing import Any
 
 import uvicorn
 from starlette.requests import Request
-from starlette.responses import RedirectResponse, Response
+from starlette.responses import RedirectResponse
 from starlette.types import Message, Receive, Scope, Send
 
 from packtrain.errors import quoted
@@ -41,24 +42,31 @@ from packtrain.web.endpoints import DashboardEndpoints, error_answer
 from packtrain.web.news import News
 from packtrain.web.query import RefusedRequest
 
-_COOKIE = "packtrain-ui"
 _ROUTES = (
-    "/", "/assets/", "/api/runs", "/api/runs/", "/api/series", "/api/bands", "/api/machines", "/api/logs",
-    "/api/samples", "/api/picture", "/api/difference", "/api/sweeps", "/api/sweeps/", "/api/stream",
+    "/", "/assets/", "/api/runs", "/api/runs/", "/api/answers", "/api/series", "/api/bands", "/api/machines",
+    "/api/logs", "/api/samples", "/api/picture", "/api/difference", "/api/sweeps", "/api/sweeps/", "/api/stream",
 )  # fmt: skip
 
 
 class DashboardServer(uvicorn.Server):
-    """Uvicorn, which ends at the first signal: all that it interrupts are streams of news."""
+    """Uvicorn, which ends at the first signal: all that it interrupts are streams of news.
+
+    `started` is called when it answers, and a signal ends it instead of the process.
+    """
 
     def __init__(
-        self, store: Store, listener: socket.socket, token: str, log: Callable[[str], None], **options: Any
+        self,
+        store: Store,
+        listener: socket.socket,
+        token: str,
+        log: Callable[[str], None],
+        started: Callable[[], object] = lambda: None,
+        **options: Any,
     ) -> None:
+        self._started = started
         self.news, self.is_interrupted = News(Board(store)), False
         is_local = names_this_machine(_named(listener))
-        door = DashboardDoor(
-            DashboardEndpoints(store, self.news), Token(token), is_local, "ssl_certfile" in options, log
-        )
+        door = DashboardDoor(DashboardEndpoints(store, self.news), Token(token), is_local, log)
         super().__init__(server_config(door, **options))
 
     def handle_exit(self, sig: int, frame: FrameType | None) -> None:  # noqa: ARG002 - uvicorn's signature
@@ -70,6 +78,7 @@ class DashboardServer(uvicorn.Server):
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
         self.news.start(asyncio.get_running_loop())
         await super().startup(sockets)
+        self._started()
 
     async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
         self.news.close()  # first: streams would keep the server from ending
@@ -84,14 +93,14 @@ def _named(listener: socket.socket) -> str:
 class DashboardDoor:
     """Every request passes it, in and out."""
 
-    def __init__(
-        self, endpoints: DashboardEndpoints, token: Token, is_local: bool, is_secure: bool, log: Callable[[str], None]
-    ) -> None:
-        self._app, self._token, self._log = endpoints.application(), token, log
-        self._is_local, self._is_secure = is_local, is_secure
+    def __init__(self, endpoints: DashboardEndpoints, token: Token, is_local: bool, log: Callable[[str], None]) -> None:
+        self._app, self._token, self._is_local, self._log = endpoints.application(), token, is_local, log
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         started, status = time.perf_counter(), CLIENT_LEFT
+        first, slash, rest = scope["path"].removeprefix("/").partition("/")
+        has_token = self._token.is_equal(first)
+        inner: Scope = {**scope, "path": f"/{rest}", "raw_path": b""} if has_token else scope
 
         async def send_on(message: Message) -> None:
             nonlocal status
@@ -101,17 +110,18 @@ class DashboardDoor:
 
         answer = with_headers(send_on, HEADERS)
         try:
-            entered = self._admit(Request(scope))
-            await (self._app if entered is None else entered)(scope, receive, answer)
+            self._check(Request(scope), has_token)
+            is_page = not has_token or slash  # addresses in the page are relative to it
+            await (self._app if is_page else RedirectResponse(f"/{first}/", 303))(inner, receive, answer)
         except RefusedRequest as refused:
             await error_answer(refused.status, str(refused))(scope, receive, answer)
         finally:
             if status >= 400 and status != CLIENT_LEFT:  # a page asks all the time; a person reads the log
-                route = known_route(scope["path"], _ROUTES)
+                route = known_route(inner["path"], _ROUTES)
                 self._log(log_line(scope, route, status, time.perf_counter() - started))
 
-    def _admit(self, request: Request) -> Response | None:
-        """Return the answer to a request that brings the token in its address; refuse those that may not enter."""
+    def _check(self, request: Request, has_token: bool) -> None:
+        """Refuse a request that may not enter; `has_token` if it has the token in its path."""
         host = request.headers.get("host", "")
         # A name that leads here only today (DNS rebinding) is not the address that the page was opened with.
         if self._is_local and not names_this_machine(host):
@@ -120,12 +130,5 @@ class DashboardDoor:
             raise RefusedRequest(403, "requests from pages of other sites are refused")
         if request.method not in ("GET", "HEAD"):
             raise RefusedRequest(405, "this server only answers GET; it changes nothing")
-        given = request.query_params.get("token")
-        if request.url.path == "/" and given is not None and self._token.is_equal(given):
-            answer = RedirectResponse("/", 303)
-            answer.set_cookie(_COOKIE, given, httponly=True, samesite="strict", secure=self._is_secure)
-            return answer
-        cookie = request.cookies.get(_COOKIE, "")
-        if not (self._token.is_equal(cookie) or self._token.is_sent_in(request)):
+        if not (has_token or self._token.is_sent_in(request)):
             raise RefusedRequest(401, "the token is missing or wrong; open the address that `packtrain ui` printed")
-        return None

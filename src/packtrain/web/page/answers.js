@@ -21,7 +21,7 @@ export class Answers {
     this.asking = true;
     try {
       // Asked for apart from the rest: answers take the whole run, and so may take seconds.
-      this.answers = await ask(`/api/answers?run=${encodeURIComponent(detail.name)}`);
+      this.answers = await ask(`api/answers?run=${encodeURIComponent(detail.name)}`);
       this.failure = null;
     } catch (error) {
       if (error.name === "AbortError" || this.closed) return;

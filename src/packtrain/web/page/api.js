@@ -59,7 +59,7 @@ export class Stream {
   }
 
   #connect() {
-    const source = new EventSource(this.run ? `/api/stream?run=${encodeURIComponent(this.run)}` : "/api/stream");
+    const source = new EventSource(this.run ? `api/stream?run=${encodeURIComponent(this.run)}` : "api/stream");
     this.#source = source;
     source.addEventListener("open", () => this.open());
     source.addEventListener("runs", (event) => this.rows(JSON.parse(event.data)));

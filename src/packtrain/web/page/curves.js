@@ -269,7 +269,7 @@ export class Curves {
   async #learnOrigins() {
     const unknown = this.runs.filter((run) => !this.#origins.has(run));
     if (this.x !== "time" || !unknown.length) return;
-    const { series } = await ask("/api/series", { run: unknown, name: ["train.step", "log.step"], x: "time", points: 2 });
+    const { series } = await ask("api/series", { run: unknown, name: ["train.step", "log.step"], x: "time", points: 2 });
     for (const { run, x } of series) if (x.length) this.#origins.set(run, x[0]);
     this.clock.created = this.#origins.get(this.view.name) ?? this.clock.created;
   }
@@ -292,7 +292,7 @@ export class Curves {
       const answers = await Promise.all(parts.map((part, at) => {
         const origin = this.#origin(part[0]);
         const parameters = { run: part, name: this.#names, x, points, from: range ? range[0] - margin + origin : null, to: range ? range[1] + margin + origin : null };
-        return at === 0 ? this.#asker.ask("/api/series", parameters) : ask("/api/series", parameters);
+        return at === 0 ? this.#asker.ask("api/series", parameters) : ask("api/series", parameters);
       }));
       if (answers[0] === null || this.closed) return;
       if (!range) this.#lines.clear();
@@ -315,7 +315,7 @@ export class Curves {
   // A link to a part of the curves must know the whole, too, to zoom out.
   async #loadExtent() {
     try {
-      const answer = await ask("/api/series", { run: this.runs, name: this.#names, x: this.x, points: 300 });
+      const answer = await ask("api/series", { run: this.runs, name: this.#names, x: this.x, points: 300 });
       for (const one of answer.series) this.#lines.set(`${one.run}\n${one.name}`, this.#moved(one));
       this.#draw();
     } catch (error) {
@@ -355,7 +355,7 @@ export class Curves {
     this.#stale = false;
     try {
       const points = Math.max(150, Math.round(Math.min(POINTS, (4 * POINTS) / this.runs.length)));
-      const answer = await this.#asker.ask("/api/series", { run: this.runs, name: this.#names, x: this.x, points, since: this.#cursor });
+      const answer = await this.#asker.ask("api/series", { run: this.runs, name: this.#names, x: this.x, points, since: this.#cursor });
       if (answer === null || this.closed) return;
       if (answer.reset) {
         this.#busy = false;
@@ -436,8 +436,8 @@ export class Curves {
     this.#slow = performance.now();
     try {
       const [bands, clock] = await Promise.all([
-        ask("/api/bands", { run: this.view.name, points: 300 }),
-        ask("/api/series", { run: this.view.name, name: ["train.step", "train.epoch", "log.step", "log.epoch"], x: "time", points: 400 }).catch(() => ({ series: [] })),
+        ask("api/bands", { run: this.view.name, points: 300 }),
+        ask("api/series", { run: this.view.name, name: ["train.step", "train.epoch", "log.step", "log.epoch"], x: "time", points: 400 }).catch(() => ({ series: [] })),
       ]);
       if (this.closed) return;
       this.bandData = bands;

@@ -14,10 +14,10 @@ export class Job {
     this.command = listing("Command");
     this.commit = make("p", "readout");
     const again = card("Run it again", this.command);
-    again.head.append(this.commit, copier(() => view.detail?.source?.command));
+    again.head.append(this.commit, copier(this.command));
     const job = card("Job as written", this.source);
     this.file = make("p", "readout");
-    job.head.append(this.file, copier(() => view.detail?.source?.text));
+    job.head.append(this.file, copier(this.source));
     this.chooser = select("Compare with", [["", "Choose a run"]], "", (name) => {
       adjust({ with: name });
       view.adjusted();
@@ -73,7 +73,7 @@ export class Job {
     }
     try {
       const runs = [this.view.name, ...others];
-      const answer = await this.#asker.ask("/api/difference", { run: runs });
+      const answer = await this.#asker.ask("api/difference", { run: runs });
       if (answer === null || this.closed) return;
       if (!answer.fields.length) this.result.replaceChildren(quiet("The jobs are the same."));
       else {
@@ -104,9 +104,10 @@ function listing(label) {
   return made;
 }
 
-function copier(text) {
+// Copies what is shown: a terminal runs control characters that someone has put into a text of the store.
+function copier(listing) {
   const made = button("plain", "Copy", async () => {
-    await navigator.clipboard?.writeText(text() ?? "");
+    await navigator.clipboard?.writeText(listing.textContent);
     setText(made, "Copied");
     setTimeout(() => setText(made, "Copy"), 1500);
   });

@@ -80,7 +80,7 @@ export class Logs {
     [this.#before, this.#after] = [null, null]; // or scrolling would ask for lines before those of another search
     setText(this.tally, "Searching…");
     try {
-      const answer = await this.#asker.ask("/api/logs", { run: this.view.name, ...this.query, limit: PAGE });
+      const answer = await this.#asker.ask("api/logs", { run: this.view.name, ...this.query, limit: PAGE });
       if (answer === null || this.closed) return;
       [this.#before, this.#after] = [answer.before, answer.after];
       this.place.querySelector(".quiet")?.remove();
@@ -134,7 +134,7 @@ export class Logs {
     if (this.#busy || !this.#before) return;
     this.#busy = true;
     try {
-      const answer = await this.#asker.ask("/api/logs", { run: this.view.name, ...this.query, before: this.#before, limit: PAGE });
+      const answer = await this.#asker.ask("api/logs", { run: this.view.name, ...this.query, before: this.#before, limit: PAGE });
       if (answer === null || this.closed) return;
       this.#before = answer.before;
       const height = this.box.scrollHeight - this.box.scrollTop;
@@ -163,7 +163,7 @@ export class Logs {
     if (this.closed || !this.#after) return;
     this.#asked = performance.now();
     try {
-      const answer = await this.#newer.ask("/api/logs", { run: this.view.name, ...this.query, after: this.#after, limit: 1000 });
+      const answer = await this.#newer.ask("api/logs", { run: this.view.name, ...this.query, after: this.#after, limit: 1000 });
       if (answer === null || this.closed) return;
       this.#after = answer.after ?? this.#after;
       if (!answer.lines.length) return;

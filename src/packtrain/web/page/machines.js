@@ -46,7 +46,7 @@ export class Machines {
   async #load() {
     this.#asked = performance.now();
     try {
-      const answer = await this.#asker.ask("/api/machines", { run: this.view.name, points: 300 });
+      const answer = await this.#asker.ask("api/machines", { run: this.view.name, points: 300 });
       if (answer === null || this.closed) return;
       this.nodes = answer.nodes;
       this.#show();

@@ -79,7 +79,7 @@ async function load() {
   loading = true;
   meanwhile = newer; // what the stream says while the answer is under way is newer than the answer
   try {
-    const answer = await ask("/api/runs");
+    const answer = await ask("api/runs");
     app.clockSkew = answer.time - Date.now() / 1000;
     app.rows = new Map(answer.runs.map((row) => [row.name, row]));
     for (const [name, row] of newer.rows) app.rows.set(name, row);
@@ -108,7 +108,7 @@ function connect(run) {
     lost: () => {
       offline();
       // A stream does not say why it ended: an ordinary question does.
-      ask("/api/sweeps").catch(trouble);
+      ask("api/sweeps").catch(trouble);
     },
     rows: ({ rows, gone }) => {
       for (const row of rows) {

@@ -111,7 +111,7 @@ class RunView {
     this.#asking = true;
     this.#asked = performance.now();
     try {
-      const detail = await ask(`/api/runs/${encodeURIComponent(this.name)}`);
+      const detail = await ask(`api/runs/${encodeURIComponent(this.name)}`);
       if (this.closed) return;
       this.detail = detail;
       this.#facts();

@@ -38,7 +38,7 @@ export class Samples {
 
   async #loadSteps() {
     try {
-      const { steps } = await ask("/api/samples", { run: this.view.name });
+      const { steps } = await ask("api/samples", { run: this.view.name });
       if (this.closed) return;
       const newest = this.at === undefined || this.at === this.steps[this.steps.length - 1];
       this.steps = steps;
@@ -82,7 +82,7 @@ export class Samples {
     this.#say();
     if (same && this.list.querySelector(".sample")) return;
     try {
-      const answer = await this.#asker.ask("/api/samples", { run: this.view.name, step });
+      const answer = await this.#asker.ask("api/samples", { run: this.view.name, step });
       if (answer === null || this.closed) return;
       const pictures = answer.samples.some((sample) => sample.picture);
       this.list.classList.toggle("pictures", pictures);
@@ -99,7 +99,7 @@ export class Samples {
 
   #stage({ picture }) {
     const image = Object.assign(make("img"), { loading: "lazy", alt: "" });
-    image.src = `/api/picture?run=${encodeURIComponent(this.view.name)}&name=${encodeURIComponent(picture)}`;
+    image.src = `api/picture?run=${encodeURIComponent(this.view.name)}&name=${encodeURIComponent(picture)}`;
     image.addEventListener("error", () => stage.replaceChildren(quiet("The picture is missing.")));
     const stage = make("div", "stage", image, make("canvas"));
     return stage;
@@ -146,7 +146,7 @@ export class Samples {
     const amount = Math.min(all, OVER_TIME);
     const chosen = Array.from({ length: amount }, (_, at) => this.steps[Math.round((at * (all - 1)) / Math.max(1, amount - 1))]);
     try {
-      const answers = await Promise.all(chosen.map((step) => ask("/api/samples", { run: this.view.name, step })));
+      const answers = await Promise.all(chosen.map((step) => ask("api/samples", { run: this.view.name, step })));
       const rows = answers.map(({ step, samples }) => {
         const then = samples.find((one) => one.input === sample.input) ?? (samples[place]?.input === sample.input ? samples[place] : null);
         const text = then ? difference(then.prediction, sample.reference)[0] : [make("span", "dim", "not among its samples")];

@@ -27,7 +27,7 @@ class Sweeps {
 
   async #load() {
     try {
-      const answer = await ask(this.sweep ? `/api/sweeps/${encodeURIComponent(this.sweep)}` : "/api/sweeps");
+      const answer = await ask(this.sweep ? `api/sweeps/${encodeURIComponent(this.sweep)}` : "api/sweeps");
       const key = JSON.stringify(answer);
       if (this.closed || key === this.answer) return;
       this.answer = key;
