@@ -111,6 +111,12 @@ def test_nothing_unsafe_is_used(nodes: Nodes) -> None:
     assert [f"{path} {fault}" for path in nodes for fault in faults(nodes[path])] == []
 
 
+def test_texts_become_html_in_one_place(nodes: Nodes) -> None:
+    """`html.escape` alone leaves characters that turn the direction of text."""
+    users = [str(path.relative_to(SOURCE)) for path in nodes if "html" in imports(nodes[path])]
+    assert users == ["report/page.py", "store/uploads.py"]
+
+
 @pytest.mark.parametrize(
     "code",
     [

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 import math
+import re
 import types
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
@@ -21,7 +22,7 @@ from hypothesis import strategies as st
 from packtrain.cli.common import console
 from packtrain.cli.follow import Follower
 from packtrain.errors import Mistake, PacktrainError
-from packtrain.report import compare, write_report
+from packtrain.report import compare, report_page, write_report
 from packtrain.report.compare_render import compare_page, text_lines
 from packtrain.report.frame import MetricColumns
 from packtrain.report.mirror import metrics_of
@@ -38,6 +39,7 @@ from packtrain.run.records import (
     JobSource,
     Lease,
     LogLine,
+    MachineFacts,
     Notes,
     Point,
     Result,
@@ -53,12 +55,13 @@ from packtrain.web.board import Board
 from packtrain.web.endpoints import DashboardEndpoints
 from packtrain.web.news import News
 from parts.command import Packtrain
-from parts.runs import MEASURED, new_run, program_job, recipe_job
+from parts.runs import MEASURED, a_lease, new_run, program_job, recipe_job
 
 History = Mapping[str, Any]
 """Records of a run by their names, and lists of them by their streams."""
 
-ODD = ["", "\x1b[31m\u202e\x00", "[red]x[/bold]", "<script>alert(1)</script>", "x" * 200, "a.b/c%s{0}", "ü", "5"]
+HOSTILE = "<b>\x1b[31m\u202e\x00\u2067\x9b"
+ODD = ["", HOSTILE, "[red]x[/bold]", "<script>alert(1)</script>", "x" * 200, "a.b/c%s{0}", "ü", "5"]
 NAMES = [
     "loss",
     "bleu",
@@ -221,9 +224,10 @@ def views(runs: Sequence[Run], packtrain: Packtrain) -> Iterator[Callable[[], ob
     """Yield all that shows these runs."""
     store = runs[0].store
     for run in runs:
+        yield partial(check_page, partial(report_page, run))
+        yield partial(check_page, partial(panel_html, run))
         yield partial(write_report, run)
         yield partial(ask, store, runs, run)
-        yield partial(panel_of, run)
         yield partial(MetricColumns, run.metrics())
         yield partial(summarize, run, "running")
         yield from (partial(metrics_of, point, "tokens") for point in run.metrics())
@@ -234,8 +238,17 @@ def views(runs: Sequence[Run], packtrain: Packtrain) -> Iterator[Callable[[], ob
             yield partial(call, packtrain, command[0], run.name, *command[1:], "--store", store.url)
     yield partial(call, packtrain, "ls", "--json", "--store", store.url)
     yield partial(call, packtrain, "ls", "--store", store.url)
-    yield lambda: runs_table([(run.name, overview(run, "running")) for run in runs], "")
+    yield partial(check_page, lambda: runs_table([(run.name, overview(run, "running")) for run in runs], ""))
     yield partial(compared, runs)
+
+
+def panel_html(run: Run) -> str:
+    return panel_of(run).html
+
+
+def check_page(make: Callable[[], str]) -> None:
+    """Texts from the store neither steer a terminal nor turn the direction of what is around them."""
+    assert not re.search("[\x00-\x08\x0b-\x1f\x7f-\x9f\u202a-\u202e\u2066-\u2069\ud800-\udfff]", make())
 
 
 def call(packtrain: Packtrain, *words: str) -> None:
@@ -255,13 +268,13 @@ def draw(run: Run, axis: Axis) -> None:
     points = run.metrics()
     drawn = {point.column(name) for point in points for name in point.values if point.kind != "start"}
     with suppress(Mistake):  # none of its numbers is finite
-        plot_of({run.name: points}, sorted(drawn), axis).svg()
+        check_page(plot_of({run.name: points}, sorted(drawn), axis).svg)
 
 
 def compared(runs: Sequence[Run]) -> None:
     found = compare.compare_runs([compare.gather(run, run.name, "running") for run in runs])
     text_lines(found, 80)
-    compare_page(found)
+    check_page(partial(compare_page, found))
     json.dumps(compare.as_json(found))
 
 
@@ -290,13 +303,20 @@ def test_every_view_shows_valid_records(
     show(packtrain, tmp_path_factory.mktemp("store"), chosen)
 
 
-@pytest.mark.parametrize("score", [1e308, -1e308, math.inf, math.nan])
-def test_every_view_shows_a_huge_score_and_points_of_another_kind(
+@pytest.mark.parametrize("score", [1e308, math.nan])
+def test_every_view_shows_huge_scores_points_of_another_kind_and_hostile_texts(
     score: float, packtrain: Packtrain, tmp_path: Path
 ) -> None:
     steps = [Point("train", 1, step, 1e9 + step, MEASURED | {"loss": score}) for step in range(1, 9)]
     valid = [Point("valid", 1, step, 1e9 + step, {"bleu": score if step % 2 else 1.0}) for step in range(1, 9)]
     logged = Point("log", 1, 9, 1e9 + 9, {"loss": score, "epoch": score})
-    result = Result("finished", "", 8, 8.0, {"test.bleu": score})
-    history = {"metrics": [*steps, *valid, logged], "result.json": result}
+    sampled = Point("test", 1, 8, 1e9 + 8, {HOSTILE: score}, (Sample(HOSTILE, HOSTILE, HOSTILE),))
+    history = {
+        "metrics": [*steps, *valid, sampled, logged],
+        "events": [Event(1e9, "warning", HOSTILE)],
+        "source.json": JobSource(HOSTILE, HOSTILE, (HOSTILE,)),
+        "notes.json": Notes((HOSTILE,), HOSTILE),
+        "nodes/a.json": a_lease("a", facts=MachineFacts(HOSTILE, HOSTILE, versions={"torch": HOSTILE})),
+        "result.json": Result("finished", HOSTILE, 8, 8.0, {"test.bleu": score}),
+    }
     show(packtrain, tmp_path / "store", [history, history, history])

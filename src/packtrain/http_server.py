@@ -21,6 +21,7 @@ from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
 
+import h11
 import uvicorn
 from starlette.requests import Request
 from starlette.types import ASGIApp, Message, Scope, Send
@@ -44,6 +45,7 @@ SHARED_PAGE = Path(__file__).parent / "page"
 """The directory of files that the pages of several servers use."""
 CLIENT_LEFT = 499
 """The status in the log if the client left, as nginx has it."""
+_LENGTHS = {b"content-length", b"transfer-encoding"}
 _METHODS = {"GET", "HEAD", "POST", "PUT", "PATCH", "DELETE", "OPTIONS"}
 _MAX_CONNECTIONS = 2000
 _FILES_PER_PROCESS = 4096
@@ -163,6 +165,16 @@ def server_config(app: ASGIApp, **options: Any) -> uvicorn.Config:
     )
 
 
+class _StrictConnection(h11.Connection):
+    """Refuses a request that states the length of its body in two ways: a proxy may have believed the other one."""
+
+    def next_event(self) -> Any:
+        event = super().next_event()
+        if isinstance(event, h11.Request) and {name for name, _ in event.headers} >= _LENGTHS:
+            raise h11.RemoteProtocolError("Content-Length and Transfer-Encoding")
+        return event
+
+
 class PatientProtocol(H11Protocol):
     """A connection that is closed if the head of a request does not arrive in time.
 
@@ -171,6 +183,10 @@ class PatientProtocol(H11Protocol):
     """
 
     _impatience: asyncio.TimerHandle | None = None
+
+    def __init__(self, *arguments: Any, **options: Any) -> None:
+        super().__init__(*arguments, **options)
+        self.conn = _StrictConnection(h11.SERVER)
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         super().connection_made(transport)

@@ -9,6 +9,7 @@ import select
 import socket
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -91,6 +92,15 @@ def test_fields_of_the_job_and_their_values_are_offered(offered: Offered) -> Non
     assert offered("sweep", "job.yaml", "--grid", "fleet.work") == ["fleet.workers="]
     assert offered("run", "--set=budget.h") == ["--set=budget.hours="]
     assert offered(*set_, "no.such.") == offered(*set_, "train.seed=") == []
+
+
+def test_a_pipe_in_place_of_the_job_file_does_not_block(offered: Offered, tmp_path: Path) -> None:
+    os.mkfifo(tmp_path / "pipe")
+    found: list[str] = []
+    thread = threading.Thread(target=lambda: found.extend(offered("run", "pipe", "--set", "tr")), daemon=True)
+    thread.start()
+    thread.join(30)
+    assert found == ["train."]
 
 
 def test_fields_of_a_schema_are_found_for_a_recipe(offered: Offered) -> None:

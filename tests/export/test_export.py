@@ -7,6 +7,7 @@ import shutil
 import subprocess
 import sys
 from collections.abc import Callable, Mapping
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -16,6 +17,7 @@ import yaml
 from pack.corpus import job_of
 from packtrain.errors import Mistake, NotFound
 from packtrain.export import ctranslate2
+from packtrain.export.card import card_of
 from packtrain.export.export import ExportOptions, TooFar, export_run, home_job
 from packtrain.export.model import CARD, MANIFEST, is_model, read_model
 from packtrain.export.predict import load_model
@@ -67,6 +69,12 @@ def test_the_card_has_front_matter_and_says_where_the_model_comes_from(run: Run,
     assert run.job_digest in body
     assert "`train.tsv`" in body
     assert str(tmp_path) not in card
+    hostile = "x|`<b>\u202e\n# y"
+    model = read_model(tmp_path / "model")
+    manifest = replace(model.manifest, scores={f"{hostile}.{hostile}": 1.0})
+    card = card_of(manifest, run.job, model.recipe, None)
+    assert "\u202e" not in card and "\n# y" not in card
+    assert "| x\\|\\`\\<b\\>" in card
 
 
 def test_the_mean_of_several_checkpoints_is_exported(run: Run, tmp_path: Path) -> None:

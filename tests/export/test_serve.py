@@ -394,6 +394,15 @@ def test_a_body_that_does_not_arrive_gives_408(recipes: Callable[[str], Recipe],
         assert connection.recv(1000).startswith(b"HTTP/1.1 408 ")
 
 
+def test_a_request_with_two_lengths_is_refused(service: RunningService, echo: EchoText) -> None:
+    """A proxy in front may believe the other one, and take the rest for a request of someone else."""
+    with raw(service, "Content-Length: 4", "Transfer-Encoding: chunked") as connection:
+        connection.sendall(b"0\r\n\r\n")
+        answer = b"".join(iter(lambda: connection.recv(1000), b""))
+    assert answer.startswith(b"HTTP/1.1 400 ") and answer.count(b"HTTP/1.1") == 1
+    assert echo.sizes == []
+
+
 def test_a_connection_that_sends_no_whole_request_is_closed(service: RunningService) -> None:
     service.server.config.timeout_keep_alive = 0.2  # type: ignore[assignment]
     port = int(service.url.rpartition(":")[2])

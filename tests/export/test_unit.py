@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import shlex
 import subprocess
 from pathlib import Path
 
@@ -52,6 +53,8 @@ def test_names_are_words_to_systemd_whatever_is_in_them(tmp_path: Path) -> None:
         unit(UnitRequest(odd), PROGRAM)
     text = unit(UnitRequest(odd, name="odd"), PROGRAM)
     assert f'serve "{tmp_path}/a \\"b\\" $$HOME 100%%n" --host' in text
+    [line] = [line for line in text.splitlines() if line.startswith("#   packtrain unit ")]
+    assert shlex.split(line.removeprefix("#"))[2:4] == [str(odd), "|"], "as a person copies it into a shell"
     with pytest.raises(Mistake, match="must be an address"):
         unit(UnitRequest(write_model(tmp_path / "mine"), host="board; reboot"), PROGRAM)
 

@@ -190,7 +190,7 @@ def test_each_side_of_a_pair_is_decoded_with_its_vocabulary_and_shortened(packed
     made = packed([{"source": "the cat", "target": "a\x00\x1b\nb"}, {"source": "mat " * 400, "target": "m " * 99}])
     page = made.page()
     assert "the cat" in page.text
-    assert "a\ufffd\ufffd\nb" in page.text
+    assert r"a\x00\x1b" "\nb" in page.text
     [long] = [text for text in page.text if text.startswith("mat mat")]
     assert len(long) < 600
     assert long.endswith(" ...")

@@ -48,6 +48,14 @@ def special(name: str, kind: bytes, target: str = "") -> tarfile.TarInfo:
 
 
 @pytest.mark.usefixtures("processes")
+@pytest.mark.parametrize("name", [".gitignore", ".packtrainignore"])
+def test_a_pipe_in_place_of_a_list_of_files_is_refused_before_it_blocks(name: str, tmp_path: Path) -> None:
+    os.mkfifo(tmp_path / name)
+    with pytest.raises(Mistake, match="is not a regular file"):
+        snapshot(tmp_path)
+
+
+@pytest.mark.usefixtures("processes")
 def test_files_are_unpacked_as_they_were(tmp_path: Path) -> None:
     files = {"train.py": b"print()", "package/deep/module.py": b"", "data.bin": bytes(range(256)), "ä ö.txt": b"x"}
     write_files(tmp_path / "code", files)

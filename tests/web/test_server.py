@@ -490,7 +490,11 @@ def test_any_request_is_answered(
 
 def test_a_head_that_is_not_http_does_not_end_the_server(fuzzed: RunningDashboard) -> None:
     host, port = fuzzed.url.removeprefix("http://").split(":")
-    for head in (b"\x00\xff\r\n\r\n", b"GET / HTTP/9.9\r\n\r\n", b"GET " + b"/" * 70_000 + b" HTTP/1.1\r\n\r\n"):
+    two_lengths = b"GET /%s/ HTTP/1.1\r\nHost: localhost\r\nContent-Length: 4\r\nTransfer-Encoding: chunked\r\n\r\n"
+    for head in (
+        b"\x00\xff\r\n\r\n", b"GET / HTTP/9.9\r\n\r\n", b"GET " + b"/" * 70_000 + b" HTTP/1.1\r\n\r\n",
+        two_lengths % TOKEN.encode(),
+    ):  # fmt: skip
         with socket.create_connection((host, int(port)), timeout=30) as connection:
             connection.sendall(head)
             assert b"200" not in connection.recv(100)

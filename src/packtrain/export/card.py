@@ -8,10 +8,12 @@ from typing import TYPE_CHECKING, Any
 
 import yaml
 
+from packtrain.errors import harmless
 from packtrain.export.evaluate import show
 from packtrain.export.model import ModelManifest, Parity
 from packtrain.job import Job
 from packtrain.recipes import Recipe
+from packtrain.report.markdown import plain
 
 if TYPE_CHECKING:
     from packtrain.export.onnx import OwnGraph
@@ -62,7 +64,7 @@ def _by_split(scores: Mapping[str, float]) -> dict[str, dict[str, float]]:
     found: dict[str, dict[str, float]] = {}
     for name, value in scores.items():
         split, _, metric = name.partition(".")
-        found.setdefault(split, {})[metric] = value
+        found.setdefault(harmless(split), {})[harmless(metric)] = value
     return found
 
 
@@ -85,7 +87,7 @@ def _body(
         yield "| --- | --- | --- | --- |"
         for word, values in (("input", own.inputs), ("output", own.outputs)):
             for value in values:
-                yield f"| {word} | `{value.name}` | {value.type} | {' x '.join(map(str, value.shape))} |"
+                yield f"| {word} | {_code(value.name)} | {value.type} | {' x '.join(map(str, value.shape))} |"
     yield ""
     yield "## Scores"
     yield ""
@@ -93,23 +95,23 @@ def _body(
     yield "| --- | --- | --- | --- |"
     for split, scores in _by_split(manifest.scores).items():
         for name, score in scores.items():
-            yield f"| {name} | {score:.4g} | the run | `{split}`, at the end of training |"
+            yield f"| {plain(name)} | {score:.4g} | the run | {_code(split)}, at the end of training |"
     for one in manifest.parity:
-        where = f"{one.samples:,} samples of `{one.split}`"
-        yield f"| {one.metric} | {one.trained:.4g} | the run | {where} |"
-        yield f"| {one.metric} | {one.exported:.4g} | this model | {where} |"
+        where = f"{one.samples:,} samples of {_code(one.split)}"
+        yield f"| {plain(one.metric)} | {one.trained:.4g} | the run | {where} |"
+        yield f"| {plain(one.metric)} | {one.exported:.4g} | this model | {where} |"
     for one in manifest.parity:
         yield ""
-        yield f"On these samples, {one.metric} of this model is {drop_in_words(one)} than that of the run."
+        yield f"On these samples, {plain(one.metric)} of this model is {drop_in_words(one)} than that of the run."
         if one.signature:
             yield ""
-            yield f"Signature of {one.metric}: `{one.signature}`."
+            yield f"Signature of {plain(one.metric)}: {_code(one.signature)}."
     yield ""
     yield "## Data"
     yield ""
     for split in ("train", "valid", "test"):
         for source in getattr(job.data, split):
-            yield f"- {split}: {source.kind}, {', '.join(f'`{_last(path)}`' for path in source.paths)}"
+            yield f"- {split}: {source.kind}, {', '.join(_code(_last(path)) for path in source.paths)}"
     if job.data.held_out is not None:
         yield f"- valid: {job.data.share} of train, held out"
     if recipe.inputs == "images":
@@ -142,6 +144,12 @@ def drop_in_words(parity: Parity) -> str:
     if drop < 0:
         drop, low, high = -drop, -high, -low
     return f"{'better' if parity.drop < 0 else 'worse'} by {show(drop)} (95 % interval {show(low)} to {show(high)})"
+
+
+def _code(text: str) -> str:
+    """Return text as code in Markdown, also within a table; a backquote would end it."""
+    shown = harmless(text).replace("`", "'").replace("|", "\\|")
+    return f"`{shown}`"
 
 
 def _last(path: str) -> str:

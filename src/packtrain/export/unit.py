@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import ipaddress
 import re
+import shlex
 import shutil
 import sys
 from dataclasses import dataclass
 from pathlib import Path
 
-from packtrain.errors import Mistake, quoted
+from packtrain.errors import Mistake, printable, quoted
 from packtrain.export.model import read_model
 from packtrain.system import expanded
 
@@ -95,8 +96,8 @@ def unit(request: UnitRequest, program: Path | None = None) -> str:
     places = dict.fromkeys([folder, Path(sys.prefix).absolute(), Path(sys.base_prefix).resolve()])
     hidden = [place for place in places if any(place.is_relative_to(one) for one in _HIDDEN)]
     return _UNIT.format(
-        run=model.manifest.origin.run,
-        model=folder,
+        run=printable(model.manifest.origin.run),
+        model=shlex.quote(str(folder)),
         name=name,
         command=command,
         credential=credential,

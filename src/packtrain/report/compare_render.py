@@ -5,7 +5,6 @@ from __future__ import annotations
 import math
 import textwrap
 from collections.abc import Sequence
-from html import escape
 from itertools import takewhile
 
 from packtrain.report.compare import (
@@ -18,7 +17,7 @@ from packtrain.report.compare import (
     units_per_second,
 )
 from packtrain.report.goodput import LABELS
-from packtrain.report.page import Series, html_table, line_chart, nice_ticks, page, thin
+from packtrain.report.page import Series, escape, html_table, line_chart, nice_ticks, page, thin
 from packtrain.report.score import Score, of_samples
 from packtrain.units import show_count, show_score, show_seconds
 

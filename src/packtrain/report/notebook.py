@@ -11,11 +11,11 @@ import sys
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
-from html import escape
 from typing import Protocol
 
 from packtrain.errors import PacktrainError, harmless
 from packtrain.report.live import LiveRun, RunView, RunWatcher
+from packtrain.report.page import escape
 from packtrain.report.plot import Plot
 from packtrain.report.summary import RECENT_STEPS, Overview
 from packtrain.run.run import Run

@@ -7,9 +7,7 @@ from __future__ import annotations
 
 import base64
 import io
-import re
 from collections.abc import Iterator, Sequence
-from html import escape
 from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
@@ -18,7 +16,7 @@ from packtrain.errors import printable
 from packtrain.pack.manifest import Split
 from packtrain.pack.shard import Columns
 from packtrain.report.pack_stats import Bar, ColumnsOf, PackStats, SplitStats
-from packtrain.report.page import POLICY, WIDTH, page, wide
+from packtrain.report.page import POLICY, WIDTH, escape, page, wide
 from packtrain.units import show_bytes, show_count
 
 if TYPE_CHECKING:
@@ -35,7 +33,6 @@ _KINDS = {"pairs": "pairs of texts", "labels": "images with classes", "captions"
 _WORDS = {"split", "", "reason", "examples", "class", "by source"}
 """Heads of columns with words; all others have numbers, which are right-aligned and never wrapped."""
 _NAMES_WIDTH, _ROW_HEIGHT, _NAME_LENGTH, _COUNT_WIDTH = 190, 17, 30, 60
-_CONTROL = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f\ud800-\udfff]")
 _STYLE = """
 h1 { overflow-wrap: anywhere; } h2 { font-size: 1.25rem; margin: 2.5rem 0 .5rem; }
 h3 { font-size: 1rem; margin: 1.5rem 0 .5rem; }
@@ -162,9 +159,8 @@ def _name(text: str) -> str:
 
 
 def _text(text: str) -> str:
-    """Escape a text of the data, shortened; only control characters are replaced."""
-    short = text if len(text) <= _TEXT_LENGTH else f"{text[:_TEXT_LENGTH]} ..."
-    return escape(_CONTROL.sub("\ufffd", short))
+    """Escape a text of the data, shortened."""
+    return escape(text if len(text) <= _TEXT_LENGTH else f"{text[:_TEXT_LENGTH]} ...")
 
 
 def _html(table: StatsTable) -> str:

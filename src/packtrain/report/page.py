@@ -6,11 +6,13 @@ light and in dark mode.
 
 from __future__ import annotations
 
+import html
 import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
-from html import escape
 from itertools import pairwise
+
+from packtrain.errors import harmless
 
 POLICY = "default-src 'none'; style-src 'unsafe-inline'"
 """The content security policy of a page: it may load nothing."""
@@ -79,6 +81,11 @@ class Series:
     marked: bool = False
     color: int | None = None
     value: float | None = None
+
+
+def escape(text: str) -> str:
+    """Return text as HTML that means nothing, with what would turn its direction escaped as in a terminal."""
+    return html.escape(harmless(text, keep="\n\t"))
 
 
 def line_chart(

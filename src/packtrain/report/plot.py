@@ -10,14 +10,13 @@ import io
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from html import escape
 from pathlib import Path
 from typing import Literal
 from xml.etree import ElementTree
 
 from packtrain.errors import Mistake, harmless, nearest
 from packtrain.report.frame import in_order
-from packtrain.report.page import HEIGHT, WIDTH, Series, line_chart
+from packtrain.report.page import HEIGHT, WIDTH, Series, escape, line_chart
 from packtrain.run.records import Point
 
 Axis = Literal["step", "epoch", "hours"]

@@ -5,14 +5,13 @@ from __future__ import annotations
 import time
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
-from html import escape
 
 from packtrain.errors import harmless
 from packtrain.report.evidence import Evidence, values_of
 from packtrain.report.finding import Chart, Figure, Finding, Rows, Shares, Text, Topic, Verdict
 from packtrain.report.goodput import LABELS
 from packtrain.report.learning import training_loss
-from packtrain.report.page import POLICY, Series, html_table, line_chart, page, wide
+from packtrain.report.page import POLICY, Series, escape, html_table, line_chart, page, wide
 from packtrain.report.sample_view import STYLE as SAMPLE_STYLE
 from packtrain.report.sample_view import confusions, cut, samples_html
 from packtrain.report.score import of_samples, score_title

@@ -7,10 +7,9 @@ import io
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from difflib import SequenceMatcher
-from html import escape
 
 from packtrain.report.finding import Rows
-from packtrain.report.page import wide
+from packtrain.report.page import escape, wide
 from packtrain.run.records import Sample
 
 STYLE = """

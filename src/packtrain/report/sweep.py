@@ -5,14 +5,13 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
-from html import escape
 
 from packtrain.errors import PacktrainError
 from packtrain.job.part import is_name
 from packtrain.report.compare_render import STYLE
 from packtrain.report.finding import Rows
 from packtrain.report.markdown import plain, table_lines
-from packtrain.report.page import html_table, page
+from packtrain.report.page import escape, html_table, page
 from packtrain.report.score import Score, of_samples, scores_of
 from packtrain.run.liveness import State, attempt, states_now
 from packtrain.run.run import Run

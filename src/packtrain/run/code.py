@@ -293,12 +293,8 @@ class _Exceptions:
 
 def _ignored(directory: Path) -> _Exceptions:
     """Read the directory's own list: names or paths with wildcards, one per line."""
-    try:
-        lines = (directory / IGNORE).read_text("utf-8").splitlines()
-    except FileNotFoundError:
-        return _Exceptions((), ())
-    except (OSError, ValueError) as error:
-        raise Mistake(f"{directory / IGNORE}: cannot read it: {error}") from error
+    path = directory / IGNORE
+    lines = _lines(path) if path.exists() else []
     patterns = [line.strip() for line in lines if line.strip() and not line.startswith("#")]
     return _Exceptions(
         [pattern.strip("/") for pattern in patterns if not pattern.startswith("!")],
@@ -340,8 +336,17 @@ def _git_rules(path: Path) -> GitIgnoreSpec:
     from pathspec import GitIgnoreSpec
 
     try:
-        return GitIgnoreSpec.from_lines(path.read_text("utf-8", "surrogateescape").splitlines())
-    except (OSError, ValueError) as error:
+        return GitIgnoreSpec.from_lines(_lines(path))
+    except ValueError as error:
+        raise Mistake(f"{path}: cannot read it: {error}") from error
+
+
+def _lines(path: Path) -> list[str]:
+    if not path.is_file():  # a pipe would block
+        raise Mistake(f"{path}: is not a regular file")
+    try:
+        return path.read_text("utf-8", "surrogateescape").splitlines()
+    except OSError as error:
         raise Mistake(f"{path}: cannot read it: {error}") from error
 
 
