@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 from threading import Event
 
@@ -19,7 +20,7 @@ from packtrain.pack.manifest import pack_key, read_manifest
 from packtrain.run.checkpoint import commit, committed, fetch_newest
 from packtrain.run.code import archive
 from packtrain.run.liveness import state_now
-from packtrain.run.records import FleetLaunch, Result
+from packtrain.run.records import FleetLaunch, Generation, Result
 from packtrain.run.run import Run, create_run, run_names
 from packtrain.run.trust import is_remembered, remember
 from packtrain.store import Store, open_store
@@ -62,6 +63,11 @@ class Ending(DirectoryStore):
         super().put_file(key, path)
 
 
+def after_commits(number: int, *nodes: str) -> Generation:
+    """A generation that started with what the two of `a_run` before it had committed."""
+    return replace(a_generation(number, *nodes), step=5 * min(2, number - 1))
+
+
 def a_run(store: Store, tmp_path: Path) -> Run:
     """A run that was interrupted, with a pack, a given file, two checkpoints and what an upload left."""
     pack = put_pack(store, [[1, 2], [3], [4, 5]], 2)
@@ -71,7 +77,7 @@ def a_run(store: Store, tmp_path: Path) -> Run:
     run = create_run(store, job, archive({"job.yaml": b""}), pack.name)
     run.record_launch(FleetLaunch(1.0, "me@here", {"local": {}}))
     for number in (1, 2):
-        run.propose(a_generation(number))
+        run.propose(after_commits(number))
         files = write_files(tmp_path / f"saved-{number}", {**WEIGHTS, "state.json": str(number).encode()})
         commit(run, 5 * number, number, None, files)
     run.renew(a_lease("a", 7))
@@ -169,7 +175,7 @@ def test_a_second_copy_copies_only_what_is_new(run: Run, tmp_path: Path) -> None
     store.put_keys.clear()
     assert copied(run, store).objects == 0
     assert store.put_keys == [run.key("job.json")]
-    run.propose(a_generation(3))
+    run.propose(after_commits(3))
     commit(run, 15, 3, None, write_files(tmp_path / "more", WEIGHTS))
     run.store.delete(run.key(f"checkpoints/{committed(run)[0].name}/manifest.json"))  # as pruning does
     run.finish(Result("finished", "done", 15, 1.0))
@@ -219,7 +225,7 @@ def test_another_run_of_the_same_name_is_not_overwritten(run: Run, tmp_path: Pat
 
 def test_a_run_that_has_continued_elsewhere_is_not_set_back(run: Run, s3_store: Store) -> None:
     copied(run, s3_store)
-    Run(s3_store, run.name).propose(a_generation(3))
+    Run(s3_store, run.name).propose(after_commits(3))
     with pytest.raises(Mistake, match=r"job-1 has continued in .* since it was copied; copy it from there"):
         copied(run, s3_store)
     copied(Run(s3_store, run.name), run.store)
@@ -237,9 +243,9 @@ def test_a_run_that_was_only_launched_elsewhere_keeps_its_records(run: Run, s3_s
 
 def test_a_run_that_has_continued_on_both_sides_is_not_overwritten(run: Run, s3_store: Store) -> None:
     copied(run, s3_store)
-    Run(s3_store, run.name).propose(a_generation(3, "there"))
+    Run(s3_store, run.name).propose(after_commits(3, "there"))
     for number in (3, 4):
-        run.propose(a_generation(number, "here"))
+        run.propose(after_commits(number, "here"))
     before = contents(s3_store)
     with pytest.raises(Mistake, match=r"has continued in .*; copy it from there, or to another prefix"):
         copied(run, s3_store)

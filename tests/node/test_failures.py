@@ -114,6 +114,28 @@ def until(condition: Callable[[], bool]) -> None:
         threading.Event().wait(0.01)
 
 
+def test_a_clean_up_that_fails_for_now_is_tried_again(make: Make, directory_store: Store) -> None:
+    cluster, store = make(1, 0), FaultyStore(directory_store)
+    node = cluster.add(store)
+    left = cluster.run.key("checkpoints/000000005-000001-abc/files/model")
+    cluster.wait(8)
+    directory_store.put(left, b"x")
+    away, failed = StoreError("the store is away", temporary=True), list[str]()
+
+    def fail_once(operation: str, key: str) -> StoreError | None:
+        if operation == "delete" and key == left and not failed:
+            failed.append(key)
+            return away
+        return None
+
+    store.fault = fail_once
+    cluster.end_workers(1)
+    cluster.wait(8)
+    until(lambda: bool(failed) and not directory_store.exists(left))
+    assert cluster.causes() == ["start", "program"]
+    assert node.is_working
+
+
 # Disks.
 
 

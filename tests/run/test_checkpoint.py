@@ -107,7 +107,7 @@ def test_a_generation_that_was_superseded_commits_nothing(any_store: Store, tmp_
     run = new_run(any_store)
     run.propose(a_generation(1))
     old = save(run, tmp_path, step=1)
-    run.propose(a_generation(2))
+    run.propose(replace(a_generation(2), step=1))
     with pytest.raises(Superseded, match="generation 2 has started; not committing step 2 of generation 1"):
         save(run, tmp_path, step=2)
     assert committed(run) == [old]
@@ -351,12 +351,85 @@ def test_a_manifest_that_arrives_after_its_files_were_removed_does_not_end_the_r
     with pytest.raises(Mistake, match="none of the 1 checkpoints"):
         restore(run, tmp_path / "lost")
     run.propose(a_generation(2))
-    found, files, complaints = restore(run, tmp_path / "late")
-    assert (found, files) == (None, {})
-    reason = "its commit came after a newer generation had started without it; skipped"
-    missing = f"checkpoint {late.name}: deep/er/state.json is missing"
-    assert complaints[0] == f"{missing}; {reason}"
-    assert complaints[1] == "job-1 has no other checkpoint; starting from scratch"
+    assert restore(run, tmp_path / "late") == (
+        None,
+        {},
+        [
+            f"checkpoint {late.name}: its commit came after a newer generation had started without it; skipped",
+            "job-1 has no other checkpoint; starting from scratch",
+        ],
+    )
+
+
+def late_run(store: Store, directory: Path) -> tuple[Run, Checkpoint, Checkpoint]:
+    """Generation 2 started at the first checkpoint; then the second one arrived, whose writer died before it saw that.
+
+    Its files are there, since the generation could not clean up. It has the best score.
+    """
+    run = new_run(store)
+    run.propose(a_generation(1))
+    first, late = save(run, directory, step=3, score=0.5), save(run, directory, step=5, score=0.9)
+    run.propose(replace(a_generation(2), step=3))
+    return run, first, late
+
+
+def test_a_late_commit_with_a_score_displaces_neither_the_best_nor_the_newest(
+    directory_store: Store, tmp_path: Path
+) -> None:
+    run, first, _ = late_run(directory_store, tmp_path)
+    second = save(run, tmp_path, step=4, generation=2, score=0.4)
+    prune(run, keep_last=1, keep_best=1)
+    assert committed(run) == [first, second]
+    assert best_first(committed(run))[0] == first
+    save(run, tmp_path, step=6, generation=2, score=0.3)
+    prune(run, keep_last=2, keep_best=0)
+    assert [one.step for one in committed(run)] == [4, 6]
+
+
+def test_a_late_commit_whose_files_are_there_leaves_no_gap_in_the_history(
+    directory_store: Store, tmp_path: Path
+) -> None:
+    """Generation 2 repeated step 4 and died; whoever resumes at step 5 would have nothing of the step before it."""
+    run, first, late = late_run(directory_store, tmp_path)
+    assert last_step(run) == 3
+    found, files, complaints = restore(run, tmp_path / "back")
+    assert (found, files) == (first, content(3))
+    assert complaints == [
+        f"checkpoint {late.name}: its commit came after a newer generation had started without it; skipped"
+    ]
+    remove_uncommitted(run, before=2)
+    assert directory_store.folders(run.key("checkpoints/")) == [first.name]
+
+
+def test_a_late_commit_counts_if_its_writer_has_deleted_what_the_newer_generation_started_from(
+    directory_store: Store, tmp_path: Path
+) -> None:
+    """The newer generation was decided on before that commit, and proposed after it."""
+    run, first, late = late_run(directory_store, tmp_path)
+    directory_store.delete(manifest_key(run, first))
+    assert last_step(run) == 5
+    remove_uncommitted(run, before=2)
+    assert restore(run, tmp_path / "back") == (late, content(5), [])
+
+
+def test_a_checkpoint_whose_manifest_is_repaired_counts_again(directory_store: Store, tmp_path: Path) -> None:
+    """The generation that failed meanwhile, since the run does not start over, is no reason to take it for late."""
+    run = new_run(directory_store)
+    run.propose(a_generation(1))
+    saved = save(run, tmp_path, step=5)
+    manifest = directory_store.get(manifest_key(run, saved))
+    directory_store.put(manifest_key(run, saved), b"{")
+    run.propose(replace(a_generation(2), step=last_step(run)))
+    with pytest.raises(Mistake, match="none of the 1 checkpoints"):
+        restore(run, tmp_path / "damaged")
+    directory_store.put(manifest_key(run, saved), manifest)
+    assert restore(run, tmp_path / "repaired")[0] == saved
+
+
+def test_a_generation_whose_record_is_damaged_makes_no_checkpoint_late(directory_store: Store, tmp_path: Path) -> None:
+    run, first, _ = late_run(directory_store, tmp_path)
+    directory_store.put(run.key("generations/000003.json"), b"{")
+    assert committed(run) == [first]
 
 
 def test_a_late_commit_of_an_older_generation_is_not_where_the_run_resumes(

@@ -463,7 +463,7 @@ def test_a_run_without_machines_is_stopped_where_it_is(directory_store: Store, t
     for name, used_seconds in (("a", 60.0), ("b", 40.0)):
         aged(run, a_lease(name, used_seconds=used_seconds), 3600)
     run.propose(a_generation(1))
-    run.propose(a_generation(2))
+    run.propose(replace(a_generation(2), step=5))
     names = ["000000007-000001-aaa", "000000008-000002-bbb"]
     for name in names:
         directory_store.put(run.key(f"checkpoints/{name}/files/f"), b"x")

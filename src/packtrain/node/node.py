@@ -73,6 +73,7 @@ _TICK_SECONDS = 0.2  # between two looks at this machine
 _RESULT_LOOKS = 5  # running workers mean that there is no result: the store is asked less often
 _END_SECONDS = 20.0  # for the last records, after the deadline
 STORE_HOURS = 24  # without an answer of the store, until the node gives up
+_CLEAN_UP_SECONDS = 3600.0  # in which a store that is away may come back, to clean up there
 _SWEEP_SECONDS = 10.0  # to finish taking over from dead nodes, before this one leaves
 
 
@@ -545,10 +546,17 @@ class Node:
 
     def _clean_up(self, before: int) -> None:
         """Remove what killed workers of generations before that number left in the store."""
-        try:
-            remove_uncommitted(self.run, before)
-        except StoreError as error:
-            complain(error)
+        backoff = Backoff(1.0, 60.0, limit_seconds=_CLEAN_UP_SECONDS)
+        while not self._gone.is_set():
+            try:
+                remove_uncommitted(self.run, before)
+                return
+            except StoreError as error:
+                pause = backoff.next_pause() if error.temporary else None
+                if pause is None:  # the next generation, or the end of the run, removes it
+                    complain(error)
+                    return
+                self._gone.wait(pause)
 
     def _clean_up_after_run(self) -> None:
         """Remove what is left of unfinished uploads; only by the first node of the last generation.

@@ -133,19 +133,12 @@ def parts_of(name: str, present: Iterable[str]) -> list[str]:
 
 
 def committed(run: Run, complain: Callable[[str], None] = lambda _: None) -> list[Checkpoint]:
-    """Return all checkpoints with a readable manifest, oldest first: by generation and step, not by time.
+    """Return all checkpoints that have a readable manifest and are not late, oldest first.
 
-    A commit of an old generation that slipped through late thus sorts before those of newer ones.
+    They are in the order of generation and step, not of time.
     """
-    found = []
-    for name in run.store.folders(run.key("checkpoints/")):
-        try:
-            data = run.store.find(manifest_key(run, name))
-            if data is not None:
-                found.append(_read_manifest(name, data))
-        except (CorruptCheckpoint, DamagedObject) as error:
-            complain(str(error))
-    return sorted(found, key=lambda checkpoint: (checkpoint.generation, checkpoint.step))
+    readable, _ = _manifests(run, complain)
+    return _without_late(run, readable)
 
 
 def last_step(run: Run) -> int:
@@ -153,7 +146,43 @@ def last_step(run: Run) -> int:
 
     Not the highest: a commit that came late, from before the run resumed at an earlier step, may have that.
     """
-    return next((checkpoint.step for checkpoint in reversed(committed(run))), 0)
+    readable, unreadable = _manifests(run)
+    if checkpoints := _without_late(run, readable):
+        return checkpoints[-1].step
+    # A run does not start over while someone may still fix a manifest (`fetch_newest`): no generation may say that it
+    # did, or the checkpoint would count as late afterwards.
+    names = [name for name in unreadable if generation_of(name) is not None]
+    return int(max(names, key=lambda name: (generation_of(name), name)).split("-")[0]) if names else 0
+
+
+def _manifests(run: Run, complain: Callable[[str], None] = lambda _: None) -> tuple[list[Checkpoint], list[str]]:
+    """Return the checkpoints with a readable manifest, by generation and step, and the names of the others."""
+    readable, unreadable = [], []
+    for name in run.store.folders(run.key("checkpoints/")):
+        try:
+            data = run.store.find(manifest_key(run, name))
+            if data is not None:
+                readable.append(_read_manifest(name, data))
+        except (CorruptCheckpoint, DamagedObject) as error:
+            unreadable.append(name)
+            complain(str(error))
+    return sorted(readable, key=lambda checkpoint: (checkpoint.generation, checkpoint.step)), unreadable
+
+
+def _without_late(run: Run, checkpoints: list[Checkpoint]) -> list[Checkpoint]:
+    """Return the checkpoints without those that arrived after a newer generation had started at an earlier step.
+
+    The commits of a run form one line: what a generation started without is not part of it, whether or not its files
+    are still there. If nothing else is left, such a checkpoint counts after all, unless the newer generation started
+    from scratch: what that one started from was deleted by the writer of this one, which had just been committed.
+    """
+    starts = run.starting_steps(checkpoints[0].generation) if checkpoints else {}
+    earlier = [
+        [step for number, step in starts.items() if number > checkpoint.generation and step < checkpoint.step]
+        for checkpoint in checkpoints
+    ]
+    on_time = [checkpoint for checkpoint, steps in zip(checkpoints, earlier, strict=True) if not steps]
+    return on_time or [checkpoint for checkpoint, steps in zip(checkpoints, earlier, strict=True) if 0 not in steps]
 
 
 def _read_manifest(name: str, data: bytes) -> Checkpoint:
@@ -195,25 +224,23 @@ def fetch_newest(
     """Fetch the newest valid checkpoint into an empty directory, and complain about those that are skipped.
 
     `check` may refuse a checkpoint: CorruptCheckpoint if it is damaged, Mistake if it belongs to something else. If all
-    are refused, this raises instead of starting over: a person may still be able to fix one. A manifest that arrived
-    after a newer generation had started without it does not count: that generation removes its files.
+    are refused, this raises instead of starting over: a person may still be able to fix one. Late ones do not count.
     """
     refused: list[str] = []
-    has_late = False
 
     def refuse(text: str) -> None:
         complain(f"{text}; skipped")
         refused.append(text)
 
-    for checkpoint in reversed(committed(run, refuse)):
+    readable, _ = _manifests(run, refuse)
+    checkpoints = _without_late(run, readable)
+    for late in (checkpoint for checkpoint in readable if checkpoint not in checkpoints):
+        complain(f"checkpoint {late.name}: its commit came after a newer generation had started without it; skipped")
+    for checkpoint in reversed(checkpoints):
         try:
             fetch(run, checkpoint, directory)
         except (CorruptCheckpoint, Mistake) as error:
-            if _is_late(run, checkpoint):
-                complain(f"{error}; its commit came after a newer generation had started without it; skipped")
-                has_late = True
-            else:
-                refuse(str(error))
+            refuse(str(error))
         else:
             try:
                 check(directory)
@@ -223,13 +250,9 @@ def fetch_newest(
         _empty(directory)  # the next one must not be mixed with files of this one
     if refused:
         raise Mistake(f"none of the {len(refused)} checkpoints of {run.name} can be used: {refused[0]}")
-    if has_late:
+    if readable:
         complain(f"{run.name} has no other checkpoint; starting from scratch")
     return None
-
-
-def _is_late(run: Run, checkpoint: Checkpoint) -> bool:
-    return any(one.number > checkpoint.generation and one.step < checkpoint.step for one in run.generations())
 
 
 def best_first(checkpoints: Iterable[Checkpoint]) -> list[Checkpoint]:
@@ -269,11 +292,14 @@ def prune(run: Run, keep_last: int, keep_best: int, spared: str | None = None) -
 
 
 def remove_uncommitted(run: Run, before: int) -> None:
-    """Delete what generations before that number uploaded and never committed; they can no longer commit it."""
+    """Delete what generations before that number uploaded and never committed, or too late; it no longer counts."""
     folder = run.key("checkpoints/")
+    readable, _ = _manifests(run)
+    late = {checkpoint.name for checkpoint in readable} - {one.name for one in _without_late(run, readable)}
     for name in run.store.folders(folder):
-        generation = generation_of(name)
-        if generation is not None and generation < before and not run.store.exists(manifest_key(run, name)):
+        generation, manifest = generation_of(name), manifest_key(run, name)
+        if generation is not None and generation < before and (name in late or not run.store.exists(manifest)):
+            run.store.delete(manifest)  # first: without it the checkpoint does not exist
             for entry in run.store.list(f"{folder}{name}"):
                 run.store.delete(entry.key)
 

@@ -92,6 +92,7 @@ class Run:
         self.folder = f"runs/{name}"
         self._job_data, self._code = job_data, code
         self._job: Job | None = None
+        self._steps: dict[str, tuple[int, int]] = {}  # by the key of the generation
 
     def key(self, name: str) -> str:
         return f"{self.folder}/{name}"
@@ -223,6 +224,21 @@ class Run:
         after = None if known is None else self._generation_key(known.number)
         keys = self._keys("generations/", _NUMBERED, after)
         return self._generation(keys[-1]) if keys else known
+
+    def starting_steps(self, after: int) -> dict[int, int]:
+        """Return the step that each generation after that number started from, as far as its record can be read.
+
+        Each record is read only once.
+        """
+
+        def read(key: str) -> None:
+            with suppress(DamagedRecord, DamagedObject):
+                generation = self._generation(key)
+                self._steps[key] = (generation.number, generation.step)
+
+        keys = self._keys("generations/", _NUMBERED, self._generation_key(after))
+        _each(read, [key for key in keys if key not in self._steps])
+        return dict(self._steps[key] for key in keys if key in self._steps)
 
     def _generation(self, key: str) -> Generation:
         generation = self._read(key, Generation)
