@@ -21,6 +21,7 @@ from packtrain.run.checkpoint import (
     checkpoint_name,
     commit,
     committed,
+    fetch_named,
     fetch_newest,
     generation_of,
     is_scored,
@@ -207,7 +208,7 @@ def operations_of(store: Store, tmp_path: Path) -> int:
     save(run, tmp_path, step=1)
     before = len(counting.operations)
     save(run, tmp_path, step=2)
-    prune(run, keep_last=1, keep_best=0)
+    prune(run, 1, keep_last=1, keep_best=0)
     return len(counting.operations) - before
 
 
@@ -224,7 +225,7 @@ def test_a_crash_while_committing_or_pruning_leaves_the_old_or_the_new_checkpoin
         store.kill_at(number)
         with pytest.raises(Killed):
             save(run, tmp_path, step=2)
-            prune(run, keep_last=1, keep_best=0)
+            prune(run, 1, keep_last=1, keep_best=0)
         found, files, complaints = restore(Run(directory_store, run.name), tmp_path / f"back-{number}")
         assert found is not None
         assert files == content(found.step)
@@ -239,7 +240,7 @@ def test_a_checkpoint_loses_its_manifest_before_its_files(directory_store: Store
     run = Run(store, "job-1")
     old, new = save(run, tmp_path, step=1), save(run, tmp_path, step=2)
     store.operations.clear()
-    prune(run, keep_last=1, keep_best=0)
+    prune(run, 1, keep_last=1, keep_best=0)
     deleted = [key for operation, key in store.changes() if operation == "delete"]
     assert deleted[0] == manifest_key(run, old)
     assert len(deleted) == 1 + len(old.files)
@@ -253,7 +254,7 @@ def test_nothing_is_deleted_if_the_checkpoints_cannot_be_read_back(directory_sto
     both = [save(run, tmp_path, step=1), save(run, tmp_path, step=2)]
     store.refuse("find")
     with pytest.raises(StoreError):
-        prune(run, keep_last=1, keep_best=0)
+        prune(run, 1, keep_last=1, keep_best=0)
     store.refuse()
     assert committed(run) == both
 
@@ -378,11 +379,11 @@ def test_a_late_commit_with_a_score_displaces_neither_the_best_nor_the_newest(
 ) -> None:
     run, first, _ = late_run(directory_store, tmp_path)
     second = save(run, tmp_path, step=4, generation=2, score=0.4)
-    prune(run, keep_last=1, keep_best=1)
+    prune(run, 2, keep_last=1, keep_best=1)
     assert committed(run) == [first, second]
     assert best_first(committed(run))[0] == first
     save(run, tmp_path, step=6, generation=2, score=0.3)
-    prune(run, keep_last=2, keep_best=0)
+    prune(run, 2, keep_last=2, keep_best=0)
     assert [one.step for one in committed(run)] == [4, 6]
 
 
@@ -410,6 +411,37 @@ def test_a_late_commit_counts_if_its_writer_has_deleted_what_the_newer_generatio
     assert last_step(run) == 5
     remove_uncommitted(run, before=2)
     assert restore(run, tmp_path / "back") == (late, content(5), [])
+
+
+def test_a_checkpoint_that_is_withdrawn_while_machines_fetch_it_is_named(
+    directory_store: Store, tmp_path: Path
+) -> None:
+    """The first machine has found and fetched it; the others get its name."""
+    run, first, late = late_run(directory_store, tmp_path)
+    directory_store.delete(manifest_key(run, first))  # so that the late one counts
+    found, files, _ = restore(run, tmp_path / "first")
+    assert found == late
+    fetch_named(run, late.name, tmp_path / "second")
+    assert read_files(tmp_path / "second") == files
+    directory_store.delete(manifest_key(run, late))  # its writer sees the newer generation
+    with pytest.raises(CorruptCheckpoint, match=f"checkpoint {late.name} was deleted after the first machine had"):
+        fetch_named(run, late.name, tmp_path / "third")
+
+
+def test_a_superseded_generation_does_not_delete_what_a_newer_one_fell_back_to(
+    directory_store: Store, tmp_path: Path
+) -> None:
+    """Its committer was cut off between a commit and the deletion of older ones."""
+    run = new_run(directory_store)
+    run.propose(a_generation(1))
+    first, *newer = (save(run, tmp_path, step) for step in (1, 2, 3))
+    for checkpoint in newer:
+        damage(run, checkpoint, "missing")
+    run.propose(replace(a_generation(2), step=3))
+    assert restore(run, tmp_path / "newer")[0] == first
+    with pytest.raises(Superseded, match="generation 2 has started; not deleting checkpoints of generation 1"):
+        prune(run, 1, keep_last=2, keep_best=0)
+    assert restore(run, tmp_path / "again")[0] == first
 
 
 def test_a_checkpoint_whose_manifest_is_repaired_counts_again(directory_store: Store, tmp_path: Path) -> None:
@@ -469,7 +501,7 @@ def test_checkpoints_of_a_newer_format_are_neither_replaced_nor_deleted(director
         change_manifest(run, save(run, tmp_path, step=step), format=3)
     with pytest.raises(Mistake, match="has format 3, but this version reads 2; use the version"):
         restore(run, tmp_path / "back")
-    prune(run, keep_last=1, keep_best=0)
+    prune(run, 1, keep_last=1, keep_best=0)
     assert [one.step for one in committed(run)] == [1, 2, 3]
 
 
@@ -480,7 +512,7 @@ def test_a_score_that_is_not_finite_does_not_count(directory_store: Store, tmp_p
     chosen = best_first(committed(run))[0]
     assert chosen is not None
     assert chosen.step == 2
-    prune(run, keep_last=1, keep_best=1)
+    prune(run, 1, keep_last=1, keep_best=1)
     assert [one.step for one in committed(run)] == [2, 4]
 
 

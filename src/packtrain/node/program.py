@@ -138,7 +138,7 @@ class ProgramCheckpoints:
         restored = self.restored
         # If the program does not log its steps, nobody knows whether this commit is as far as what it resumed from.
         is_unclear = restored is not None and (reached is None or restored.reached is None)
-        prune(self._run, self._settings.keep_last, 0, restored.name if restored and is_unclear else None)
+        prune(self._run, generation, self._settings.keep_last, 0, restored.name if restored and is_unclear else None)
 
 
 def resume_arguments(words: Iterable[str], directory: Path) -> tuple[tuple[str, ...], str | None]:

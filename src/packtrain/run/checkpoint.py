@@ -218,6 +218,14 @@ def fetch(run: Run, checkpoint: Checkpoint, directory: Path) -> None:
             raise CorruptCheckpoint(f"checkpoint {checkpoint.name}: {file.name} does not match its digest")
 
 
+def fetch_named(run: Run, name: str, directory: Path) -> None:
+    """Fetch the checkpoint that another machine has found, unless it was withdrawn or deleted since."""
+    data = run.store.find(manifest_key(run, name))
+    if data is None:
+        raise CorruptCheckpoint(f"checkpoint {name} was deleted after the first machine had found it")
+    fetch(run, _read_manifest(name, data), directory)
+
+
 def fetch_newest(
     run: Run, directory: Path, complain: Callable[[str], None], check: Callable[[Path], None] = lambda _: None
 ) -> Checkpoint | None:
@@ -281,9 +289,15 @@ def superfluous(checkpoints: list[Checkpoint], keep_last: int, keep_best: int) -
     return [one for one in checkpoints if one.name not in kept and one.format == FORMAT]
 
 
-def prune(run: Run, keep_last: int, keep_best: int, spared: str | None = None) -> None:
-    """Delete what no rule keeps, except the one of that name. Listing reads the newest manifest back first."""
-    for checkpoint in superfluous(committed(run), keep_last, keep_best):
+def prune(run: Run, generation: int, keep_last: int, keep_best: int, spared: str | None = None) -> None:
+    """Delete what no rule keeps, except the one of that name. Listing reads the newest manifest back first.
+
+    Only the latest generation deletes: a newer one may have had to fall back to a checkpoint that is superfluous here.
+    """
+    checkpoints = superfluous(committed(run), keep_last, keep_best)
+    if checkpoints:
+        refuse_superseded(run, generation, "deleting checkpoints")
+    for checkpoint in checkpoints:
         if checkpoint.name == spared:
             continue
         run.store.delete(manifest_key(run, checkpoint.name))  # first: without it the checkpoint does not exist

@@ -31,7 +31,7 @@ from packtrain.run.checkpoint import (
     checkpoint_name,
     commit,
     committed,
-    fetch,
+    fetch_named,
     fetch_newest,
     prune,
     put_files,
@@ -96,7 +96,7 @@ class Checkpointer:
             self._begin(directory)
             return Progress()
         if not self._world.is_first and self._world.rank_of_node == 0:
-            fetch(self._run, next(one for one in committed(self._run) if one.name == chosen), directory)
+            fetch_named(self._run, chosen, directory)
         self._world.barrier()  # now every machine has the files
         progress = restore(self._engine, directory, self._description(Progress()), self._world.rank)
         self._world.barrier()  # now no rank of this machine needs them
@@ -317,7 +317,7 @@ class BackgroundCommitter:
         self.commit_seconds = time.monotonic() - started
         self._recorder.event("checkpoint", f"committed {checkpoint.name} in {show_seconds(self.commit_seconds)}")
         try:
-            prune(self._run, self._settings.keep_last, self._settings.keep_best)
+            prune(self._run, self._generation, self._settings.keep_last, self._settings.keep_best)
         except StoreError as error:
             self._recorder.event("warning", f"cannot delete old checkpoints: {error}")
 
