@@ -221,6 +221,8 @@ def budget(region: Cloud, directory: Path) -> None:
     assert_no_secrets(one)
     one.assert_nothing_left()
     assert region.volumes("data_0") == ["available"]
+    done = one.packtrain("volume", "snapshot")
+    assert "snap-" in done.stdout, done.stderr
 
 
 def altered(region: Cloud, directory: Path) -> None:

@@ -793,6 +793,29 @@ def test_a_snapshot_of_a_pack_is_made_once(region: AwsRegion, s3_store: Store, v
     assert json.loads(done.stdout)["new"], "a program has no pack: each snapshot is a new one"
 
 
+def test_a_volume_that_a_finished_run_had_is_still_its_own_to_snapshot(
+    region: AwsRegion, s3_store: Store, volumes: list[str]
+) -> None:
+    run = run_on(s3_store, {"volume": {"name": "imagenet"}})
+    fleet = run.job.fleet.kind.build()
+    run.finish(Result("finished", "the program ended", 0, 1.0))
+    [unnamed] = [region.ask("ec2", "create-volume", AvailabilityZone="us-east-1b", Size=1)["VolumeId"]]
+    s3_store.put(run.key(f"volumes/{unnamed}"), b"")  # by somebody who may write the store
+    with pytest.raises(Mistake, match="none that they had is free; wait until they have started"):
+        fleet.snapshot(run, None, None)
+    s3_store.put(run.key(f"volumes/{volumes[1]}"), b"i-0123")  # as its machine has
+    made, is_new = fleet.snapshot(run, None, None)
+    [snapshot] = region.ask("ec2", "describe-snapshots", SnapshotIds=[made])["Snapshots"]
+    assert (snapshot["VolumeId"], is_new) == (volumes[1], True)
+    later = run_on(s3_store, {})
+    start(later, tied=False, say=silent)
+    [machine] = region.instances(label_of(later))
+    region.ask("ec2", "attach-volume", VolumeId=volumes[1], InstanceId=machine["InstanceId"], Device="/dev/sdp")
+    with pytest.raises(Mistake, match="until the run that uses it has ended"):
+        fleet.snapshot(run, None, None)
+    region.ask("ec2", "delete-volume", VolumeId=unnamed)
+
+
 def test_a_region_that_is_not_set_is_asked_for(no_aws: None) -> None:
     with pytest.raises(ValidationError) as error:
         AwsSettings.model_validate({"instances": ["g5.xlarge"], "role": "nodes"})

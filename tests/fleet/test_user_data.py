@@ -21,7 +21,7 @@ import pytest
 import packtrain.fleet.aws
 from packtrain.errors import Mistake
 from packtrain.fleet.aws.fleet import AwsSettings
-from packtrain.fleet.aws.instance import Refused, attach, fetch, request, secret, tell, terminate
+from packtrain.fleet.aws.instance import Refused, attach, fetch, note_volume, request, secret, tell, terminate
 from packtrain.fleet.aws.launch import MAX_USER_DATA
 from packtrain.fleet.aws.spot import spot_notice
 from packtrain.fleet.aws.user_data import boot_script, put_environment
@@ -353,6 +353,7 @@ class FakeAws(BaseHTTPRequestHandler):
     """Volumes that others may take meanwhile, which moto does not know. `asked` are the requests, in order."""
 
     volumes: dict[str, str]
+    attached: list[str]
     taken: set[str]
     gone: set[str]
     asked: list[dict[str, str]]
@@ -369,11 +370,15 @@ class FakeAws(BaseHTTPRequestHandler):
         self.wfile.write(text.encode())
 
     def describe_volumes(self, values: dict[str, str]) -> tuple[int, str]:
-        tag = "<tagSet><item><key>Name</key><value>{}</value></item></tagSet>"
         free = values.get("Filter.2.Name") == "status"
         mine = values.get("Filter.2.Name") == "attachment.instance-id"
-        shown = {} if mine else {name: it for name, it in self.volumes.items() if not (free and it == "in-use")}
-        return 200, "".join(f"<volumeId>{name}</volumeId>{tag.format(name[4:])}" for name in shown)
+        seen = self.attached if mine else [name for name, it in self.volumes.items() if not (free and it == "in-use")]
+        item = (
+            "<item><tagSet><item><key>Name</key><value>{1}</value></item></tagSet><volumeId>{0}</volumeId>"
+            "<attachmentSet><item><volumeId>{0}</volumeId></item></attachmentSet></item>"
+        )
+        items = "".join(item.format(name, name[4:]) for name in seen)
+        return 200, f'<a xmlns="http://ec2.amazonaws.com/doc/2016-11-15"><volumeSet>{items}</volumeSet></a>'
 
     def attach_volume(self, values: dict[str, str]) -> tuple[int, str]:
         name = values["VolumeId"]
@@ -382,6 +387,7 @@ class FakeAws(BaseHTTPRequestHandler):
         if name in self.taken:
             return 400, "<Code>VolumeInUse</Code><Message>another machine was faster</Message>"
         self.volumes[name] = "in-use"
+        self.attached.append(name)
         return 200, "<status>attaching</status>"
 
     def create_volume(self, values: dict[str, str]) -> tuple[int, str]:
@@ -420,7 +426,7 @@ class FakeAws(BaseHTTPRequestHandler):
 @pytest.fixture
 def aws(machine: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[type[FakeAws]]:
     assert machine.exists()
-    handler = type("Handler", (FakeAws,), {"volumes": {}, "taken": set(), "gone": set(), "asked": []})
+    handler = type("Handler", (FakeAws,), {"volumes": {}, "attached": [], "taken": set(), "gone": set(), "asked": []})
     server = ThreadingHTTPServer(("127.0.0.1", 0), handler)
     monkeypatch.setenv("AWS_ENDPOINT_URL", serve(server))
     yield handler
@@ -429,8 +435,21 @@ def aws(machine: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[type[FakeAws
 
 def test_a_machine_takes_the_next_volume_if_another_was_faster(aws: type[FakeAws]) -> None:
     aws.volumes |= {"vol-data_0": "in-use", "vol-data_1": "available", "vol-data_2": "available"}
+    aws.volumes["vol-data_of_others_0"] = "available"
     aws.taken.add("vol-data_1")
     assert attach("data") == "vol-data_2"
+
+
+def test_a_machine_records_its_volume_in_the_run(
+    aws: type[FakeAws], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    store = open_store(str(tmp_path / "store"), create=True)
+    monkeypatch.setenv("PACKTRAIN_STORE", store.url)
+    aws.volumes |= {"vol-data_0": "in-use", "vol-data_1": "available"}
+    assert attach("data") == attach("data") == "vol-data_1", "also after a restart of the machine"
+    for _ in range(2):
+        note_volume("job-1", "data")
+    assert [entry.key for entry in store.list("runs")] == ["runs/job-1/volumes/vol-data_1"]
 
 
 def test_a_volume_is_made_if_none_is_free(aws: type[FakeAws]) -> None:

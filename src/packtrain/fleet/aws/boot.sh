@@ -249,6 +249,8 @@ say "preparing this machine for $run"
 command -v python3 >/dev/null || fail 'there is no python3; use an AMI with Python 3.11 or newer'
 prepare_disk
 mount_shares
+# Not before: the store may be on a share.
+[ "${#volume[@]}" -eq 0 ] || aws note-volume "$run" "${volume[0]}" || say 'warning: cannot record the volume'
 check_driver
 forget_others
 prepare_user

@@ -326,7 +326,8 @@ class AwsFleet(CloudFleet):
         if machine is not None:
             instances = [_chosen(instances, machine, run.name)]
         names = [instance["InstanceId"] for instance in instances]
-        return snapshot_of(region, self._settings.volume, names, run.name, pack)
+        used = {entry.key.removeprefix(run.key("volumes/")) for entry in run.store.list(run.key("volumes"))}
+        return snapshot_of(region, self._settings.volume, names, set() if machine else used, run.name, pack)
 
     def targets(self) -> builtins.list[Target]:
         return []

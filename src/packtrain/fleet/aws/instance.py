@@ -18,6 +18,7 @@ from contextlib import closing
 from http.client import HTTPConnection, HTTPException, HTTPSConnection
 from pathlib import Path
 from urllib.parse import quote, urlencode, urlsplit
+from xml.etree import ElementTree
 
 _HOURS_6 = "21600"
 _VERSIONS = {"ec2": "2016-11-15", "autoscaling": "2011-01-01"}
@@ -169,12 +170,15 @@ def tell(run: str, text: str) -> None:
     """Record an event of the run, such as why this machine could not start."""
     me = _known("instance-id")
     event = {"time": time.time(), "kind": "failure", "text": f"machine {me}: {text}"}
-    path = _place(f"runs/{run}/events/{me}-{int(time.time())}/00000000.jsonl")
-    data = (json.dumps(event) + "\n").encode()
+    _put(f"runs/{run}/events/{me}-{int(time.time())}/00000000.jsonl", (json.dumps(event) + "\n").encode())
+
+
+def _put(key: str, data: bytes) -> None:
+    path = _place(key)
     if os.environ["PACKTRAIN_STORE"].startswith("s3://"):
         request("s3", "PUT", path, data)
     else:
-        Path(path).parent.mkdir(parents=True)
+        Path(path).parent.mkdir(parents=True, exist_ok=True)
         Path(path).write_bytes(data)
 
 
@@ -198,14 +202,13 @@ def attach(name: str, **made: object) -> str:
     Machines race for volumes: whoever attaches first has it, and the others take the next one.
     """
     me, zone = _known("instance-id"), _known("placement/availability-zone")
-    named = {"Filter_1_Name": "tag:Name", "Filter_1_Value_1": name + "_*"}
-    own = _volumes(**named, Filter_2_Name="attachment.instance-id", Filter_2_Value_1=me)
+    own = _attached(name)
     if own:  # this machine was restarted
         return own[0][1]
     free = {"Filter_2_Name": "status", "Filter_2_Value_1": "available"}
     lost: set[str] = set()
     for _ in range(50):
-        found = _volumes(**named, **free, Filter_3_Name="availability-zone", Filter_3_Value_1=zone)
+        found = _volumes(name, **free, Filter_3_Name="availability-zone", Filter_3_Value_1=zone)
         volume = next((volume for _, volume in found if volume not in lost), None) or _made(name, zone, lost, **made)
         try:
             query("ec2", "AttachVolume", VolumeId=volume, InstanceId=me, Device=_DEVICE)
@@ -220,18 +223,31 @@ def attach(name: str, **made: object) -> str:
     raise Refused(409, f"all volumes {name}_* of {zone} are taken")
 
 
-def _volumes(**filters: object) -> list[tuple[int, str]]:
-    """Return the number and the id of volumes, by number."""
+def _attached(name: str) -> list[tuple[int, str]]:
+    return _volumes(name, Filter_2_Name="attachment.instance-id", Filter_2_Value_1=_known("instance-id"))
+
+
+def note_volume(run: str, name: str) -> None:
+    """Record in the run's folder which volume this machine has: nothing else tells once the machine is gone."""
+    for _, volume in _attached(name):
+        _put(f"runs/{run}/volumes/{volume}", _known("instance-id").encode())
+
+
+def _volumes(name: str, **filters: object) -> list[tuple[int, str]]:
+    """Return the number and the id of the volumes `name_0`, `name_1`..., by number."""
+    answer = query("ec2", "DescribeVolumes", Filter_1_Name="tag:Name", Filter_1_Value_1=name + "_*", **filters)
     found = []
-    for part in query("ec2", "DescribeVolumes", **filters).split("<volumeId>")[1:]:
-        named = re.search(r"<key>Name</key>\s*<value>[^<]*_([0-9]+)</value>", part)
-        if named:
-            found.append((int(named[1]), part.partition("<")[0]))
+    # Elements come in any order, and an attached volume has its id twice.
+    for volume in ElementTree.fromstring(answer).findall("{*}volumeSet/{*}item"):  # noqa: S314 - it is that of AWS
+        tags = {tag.findtext("{*}key"): tag.findtext("{*}value") for tag in volume.findall("{*}tagSet/{*}item")}
+        stem, _, number = (tags.get("Name") or "").rpartition("_")
+        if stem == name and number.isdecimal():
+            found.append((int(number), volume.findtext("{*}volumeId") or ""))
     return sorted(found)
 
 
 def _made(name: str, zone: str, lost: set[str], **made: object) -> str:
-    numbers = {number for number, _ in _volumes(Filter_1_Name="tag:Name", Filter_1_Value_1=name + "_*")}
+    numbers = {number for number, _ in _volumes(name)}
     number = next(number for number in range(len(numbers) + 1) if number not in numbers)
     tag = {"TagSpecification_1_ResourceType": "volume", "TagSpecification_1_Tag_1_Key": "Name"}
     # The token makes two machines that ask for the same volume at the same time get one volume, not two. EC2 refuses
@@ -318,6 +334,8 @@ def main(command: str, *words: str) -> None:
         print(secret(words[0]))
     elif command == "claim":
         print(device_of(attach(words[0], **dict(word.split("=", 1) for word in words[1:]))))
+    elif command == "note-volume":
+        note_volume(*words)
     elif command == "terminate":
         terminate(words[0] == "replace")
     elif command == "noticed":

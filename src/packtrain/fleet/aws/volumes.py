@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 import re
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from typing import Annotated, Any, Literal
 
 from pydantic import PlainValidator
@@ -111,26 +111,34 @@ def name_of(found: dict[str, Any]) -> str:
 
 
 def snapshot_of(
-    region: AwsRegion, volume: VolumeSettings, instances: Sequence[str], run: str, pack: str | None
+    region: AwsRegion,
+    volume: VolumeSettings,
+    instances: Sequence[str],
+    used: Collection[str],
+    run: str,
+    pack: str | None,
 ) -> tuple[str, bool]:
-    """Return a snapshot of the volume of one of these instances, and True if it is new: a pack is kept only once."""
+    """Return a snapshot of a volume of a run, and True if it is new: a pack is kept only once.
+
+    The volume is one that these instances have, or that machines of the run have `used` and that is free now.
+    """
     if pack is not None:
         filters = [{"Name": f"tag:{PACK}", "Values": [pack]}, {"Name": "tag:Name", "Values": [volume.name]}]
         known = region.ask_all("ec2", "describe-snapshots", "Snapshots", OwnerIds=["self"], Filters=filters)
         if good := [one["SnapshotId"] for one in known if one["State"] != "error"]:
             return good[0], False
-    attached = [
-        one["VolumeId"]
-        for one in named_volumes(region, volume.name)
-        if any(place["InstanceId"] in instances for place in one.get("Attachments", ()))
-    ]
-    if not attached:
-        raise Mistake(f"{run}: no volume {volume.name}_* is attached to its machines; wait until they have started")
+    # By their name as well: whoever can write the store can write which ones were used.
+    named = named_volumes(region, volume.name)
+    attached = [one for one in named if any(place["InstanceId"] in instances for place in one.get("Attachments", ()))]
+    free = [one for one in named if one["VolumeId"] in used and one["State"] == "available"]
+    if not attached and not free:
+        fault = f"{run}: no volume {volume.name}_* is attached to its machines, and none that they had is free"
+        raise Mistake(f"{fault}; wait until they have started, or until the run that uses it has ended")
     tags = {"Name": volume.name, "packtrain-run": run, **({PACK: pack} if pack else {})}
     made = region.ask(
         "ec2",
         "create-snapshot",
-        VolumeId=attached[0],
+        VolumeId=(attached or free)[0]["VolumeId"],
         Description=f"{volume.name} of {run}",
         TagSpecifications=[{"ResourceType": "snapshot", "Tags": [{"Key": k, "Value": v} for k, v in tags.items()]}],
     )
