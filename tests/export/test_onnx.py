@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import shutil
 import subprocess
 import sys
@@ -381,6 +382,12 @@ def test_data_outside_of_a_graph_is_loaded_only_if_it_is_listed(
     (folder / "onnx" / "decoder.onnx.data").unlink()
     with pytest.raises(Mistake, match=r"onnx/decoder\.onnx\.data is not listed in model\.json"):
         read_model(folder)
+
+
+def test_a_pipe_in_place_of_a_graph_is_not_opened(tmp_path: Path) -> None:
+    (tmp_path / "onnx").mkdir()
+    os.mkfifo(tmp_path / "onnx" / "decoder.onnx")
+    assert OnnxForm().files(tmp_path) == {"onnx/decoder.onnx"}
 
 
 def test_data_of_a_graph_in_another_folder_is_refused(exported: Callable[[str], Exported], tmp_path: Path) -> None:

@@ -86,7 +86,7 @@ class OnnxForm(Form):
         raise Mistake(f"{recipe.job.recipe}: use {OWN_FILE} with ONNX Runtime itself")
 
     def files(self, folder: Path) -> set[str]:
-        graphs = sorted((folder / self.folder).glob("*.onnx"))
+        graphs = [path for path in (folder / self.folder).glob("*.onnx") if path.is_file()]  # opening a pipe would wait
         return super().files(folder) | {f"{self.folder}/{name}" for path in graphs for name in external_files(path)}
 
 
