@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import errno
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -378,8 +379,11 @@ def test_preemptions_joins_and_an_absent_store_are_not_counted() -> None:
     assert failures_in_a_row(tried("start", "program", "store", "preempted", "hang"), 0) == 2
 
 
-def test_resuming_resets_the_count() -> None:
-    assert failures_in_a_row(tried("start", "program", "program", "resumed", "disk"), 0) == 1
+def test_a_person_who_resumes_the_run_resets_the_count_and_a_service_does_not() -> None:
+    *before, resumed, after = tried("start", "program", "program", "resumed", "disk")
+    launched = [replace(generation, launches=2) for generation in (resumed, after)]
+    assert failures_in_a_row([*before, *launched], 0) == 1
+    assert failures_in_a_row([*before, resumed, after], 0) == 3
 
 
 def test_a_run_is_given_up_after_as_many_restarts_as_the_job_allows() -> None:

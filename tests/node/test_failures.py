@@ -19,13 +19,14 @@ from packtrain.node.node import RetryPolicy
 from packtrain.node.preemption import PreemptionWatch
 from packtrain.node.workers import WorkerGroup
 from packtrain.run.checkpoint import commit
-from packtrain.run.records import Point, Result
+from packtrain.run.records import FleetLaunch, Point, Result
 from packtrain.store import Store, StoreError
 from packtrain.train.control import Control
 from parts.faulty import FaultyStore
 from parts.nodes import Cluster, Make, look_until_settled
 from parts.runs import MEASURED, program_job
 
+LAUNCH = FleetLaunch(1.0, "me@here", {"local": {}})
 REFUSED = StoreError("s3://b: the session token is not valid (any more)")
 HANG = "step 7 has taken 9 s (usually 0.1 s); treating it as a hang"
 
@@ -112,6 +113,26 @@ def until(condition: Callable[[], bool]) -> None:
     """Waits for another thread; the test's own time limit ends what never comes."""
     while not condition():
         threading.Event().wait(0.01)
+
+
+@pytest.mark.parametrize("launched", [False, True], ids=["by a service", "by a person"])
+def test_only_a_node_that_a_person_launches_gets_all_restarts_again(make: Make, launched: bool) -> None:
+    cluster = make(1, 1)
+    cluster.run.record_launch(LAUNCH)
+    cluster.wait(8)
+    for _ in range(3):
+        cluster.fail(cluster.nodes[0])
+        cluster.wait(8)
+    cluster.kill(cluster.nodes[0])
+    if launched:
+        cluster.run.record_launch(LAUNCH)
+    again = cluster.add()
+    cluster.wait(30)
+    assert cluster.causes() == ["start", *["program"] * 3, "resumed"]
+    cluster.fail(again)
+    cluster.wait(8)
+    result = cluster.run.result()
+    assert (None if result is None else result.reason) == (None if launched else "it broke (after 3 restarts)")
 
 
 def test_a_clean_up_that_fails_for_now_is_tried_again(make: Make, directory_store: Store) -> None:

@@ -61,6 +61,7 @@ class GenerationStart:
     seconds_left: float | None = None
     culprit: str | None = None
     job: str = ""
+    launches: int = 0
 
 
 def excluded(culprits: Sequence[str | None]) -> set[str]:
@@ -392,7 +393,10 @@ class Assembly:
         # Durations are compared, never clocks: the node that has counted the longest has missed the least.
         used = max(self._lease.used_seconds(), *(lease.used_seconds for lease in leases))
         left = seconds_left(self._run.job.budget, self._run.job.fleet, leases, used, count)
-        return GenerationStart(ended.cause, reason_for(ended), step, ended.step, used, left, job=self._job)
+        launches = self._run.count_launches()
+        return GenerationStart(
+            ended.cause, reason_for(ended), step, ended.step, used, left, job=self._job, launches=launches
+        )
 
 
 def seconds_since_first_step(run: Run, generation: int) -> float | None:

@@ -11,6 +11,7 @@ import re
 import signal
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 from pathlib import Path
 
 from packtrain.run.records import Cause, Generation, NodeReport
@@ -253,11 +254,13 @@ def failures_in_a_row(generations: Sequence[Generation], step: int) -> int:
     """Count the generations that started because of a failure, with nothing committed since.
 
     Other causes (a preemption, an unreachable store) neither count nor reset the count; a person who resumes the run
-    resets it.
+    resets it. A node that a service starts again is no person: no client has launched anything since.
     """
     count = 0
-    for generation in reversed(generations):
-        if generation.step != step or generation.cause == "resumed":
+    for before, generation in reversed([*pairwise([None, *generations])]):
+        assert generation is not None
+        is_launched = before is None or generation.launches > before.launches
+        if generation.step != step or (generation.cause == "resumed" and is_launched):
             break
         count += generation.cause in COUNTED
     return count

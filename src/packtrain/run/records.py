@@ -151,7 +151,7 @@ class Generation:
     `failed_step` at which step that failed, if known; `culprit` is the node that ended it alone, by an error of its
     own or because it was lost. `used_seconds` is the run's time until then; `seconds_left` is what the budget still
     allows. `job` is the digest of its job: `packtrain resume --set` changes the job, and with it the fleet and the
-    budget.
+    budget. `launches` is how often clients had launched machines by then: a node that comes back by itself does not.
     """
 
     number: Count
@@ -165,6 +165,7 @@ class Generation:
     seconds_left: Seconds | None = None
     culprit: FileName | None = None
     job: Label = ""
+    launches: Count = 0
 
     def rank_of(self, node: str) -> int | None:
         return next((rank for rank, member in enumerate(self.members) if member.node == node), None)

@@ -288,8 +288,11 @@ class Run:
         keys = self._keys("launches/", _NUMBERED)
         return dict(zip(keys, _each(lambda key: self._read(key, FleetLaunch), keys), strict=True))
 
+    def count_launches(self) -> int:
+        return len(self._keys("launches/", _NUMBERED))
+
     def record_launch(self, launch: FleetLaunch) -> None:
-        number = len(self._keys("launches/", _NUMBERED)) + 1
+        number = self.count_launches() + 1
         while not self.store.put_if_absent(self.key(f"launches/{number:06d}.json"), encode(launch)):
             number += 1  # another client records one at the same moment
 
