@@ -198,6 +198,8 @@ def test_telemetry_samples_are_kept_in_the_store(directory_store: Store, tmp_pat
         ({"lo": "", "eth0": "device"}, ["eth0"]),
         ({"lo": "", "eth0": "device", "docker0": "lower_veth1", "veth1": "master", "wg0": ""}, ["eth0"]),
         ({"lo": "", "ens1": "device", "ens2": "device", "bond0": "lower_ens1", "br0": "lower_bond0"}, ["ens1", "ens2"]),
+        ({"lo": "", "eth0": "device", "enP1": "device master:eth0"}, ["eth0"]),
+        ({"lo": "", "ens1": "device master:bond0", "bond0": "lower_ens1"}, ["ens1"]),
         ({"lo": "", "eth0": "", "eth0.7": "lower_eth0"}, ["eth0"]),  # a container
         ({"lo0": "", "en0": ""}, ["en0"]),  # no such directory on a Mac
         ({"lo": ""}, []),
@@ -206,9 +208,11 @@ def test_telemetry_samples_are_kept_in_the_store(directory_store: Store, tmp_pat
 def test_a_byte_that_leaves_the_machine_is_counted_once(
     interfaces: dict[str, str], counted: list[str], tmp_path: Path
 ) -> None:
-    for name, link in interfaces.items():
-        if link:
-            (tmp_path / name / link).mkdir(parents=True)
+    for name, links in interfaces.items():
+        for link, _, target in (word.partition(":") for word in links.split()):
+            (tmp_path / name).mkdir(exist_ok=True)
+            (tmp_path / name / link).symlink_to(tmp_path / (target or "pci"))
+    (tmp_path / "pci").mkdir()
     assert network_cards(interfaces, tmp_path) == counted
 
 
