@@ -124,7 +124,9 @@ WRONG = [
     "train.scale_rate={}", "train.scale_rate={linear: 5 tokens, sqrt: 5 tokens}",
     "train.scale_rate={linear: 5 samples}", "train.schedule=noam", "train.schedule={noam: {}}",
     "train.schedule={nome: {warmup: 5 steps}}", "train.schedule={noam: {warmup: 5 steps}, constant: {rate: 1}}",
-    "train.schedule={phases: []}", "train.schedule={constant: {rate: -1}}", "train.optimizer={adam: {beta: 1}}",
+    "train.schedule={phases: []}",
+    "train.schedule={noam: {warmup: 5 steps, scale: 1, peak: 1}}", "train.schedule={constant: {rate: -1}}",
+    "train.optimizer={adam: {beta: 1}}",
     "train.optimizer={adam: {betas: [0.9]}}", "train.exchange=nccl",
     # When to evaluate, save and stop.
     "evaluate.beam=0", "evaluate.every=0 steps", "checkpoint.every=often", "checkpoint.every=0 s",
@@ -135,7 +137,19 @@ WRONG = [
     "fleet={mpi: {hosts: [-oProxyCommand=x]}}", "fleet={local: {}, slurm: {}}", "fleet={local: {machines: 0}}",
     "fleet={local: {machines: many}}", "fleet={local: {machines: 0..2}}", "fleet.worker=2", "fleet.workers=0",
     "fleet.price=0", "fleet.cache={size: big}", "fleet.cache={size: 0 GB}", "fleet.cache={directory: relative}",
-    "fleet={kubernetes: {}}",
+    "fleet={kubernetes: {}}", "fleet={kubernetes: {image: a, power_off: true}}",
+    "fleet={kubernetes: {image: a, mounts: [{path: /d}]}}",
+    "fleet={kubernetes: {image: a, mounts: [{path: /d, claim: x, host: /d}]}}",
+    "fleet={slurm: {cpus_per_gpu: 2}}", "fleet={slurm: {options: [-C a]}}", "fleet={slurm: {bundle: b, python: /p}}",
+    "fleet={aws: {instances: g5.xlarge, region: us-east-1}}",
+    "fleet={aws: {instances: g5.xlarge, region: us-east-1, role: a, create_role: true}}",
+    "fleet={aws: {instances: g5.xlarge, region: us-east-1, role: a, on_demand: 1}}",
+    "fleet={aws: {instances: g5.xlarge, region: us-east-1, role: a, power_off: true}}",
+    "fleet={aws: {instances: g5.xlarge, region: us-east-1, role: a, attach: ssh}}",
+    "fleet={ibm: {datacenter: dal10, cpus: 4, os: UBUNTU_24_64}}",
+    "fleet={ibm: {datacenter: dal10, cpus: 4, memory: 16 GB}}",
+    "fleet={ibm: {datacenter: dal10, cpus: 4, memory: 16 GB, os: A, image: b}}",
+    "fleet={ibm: {datacenter: dal10, flavor: B1_2X8X25, cpus: 4, memory: 16 GB, os: A}}",
 ]  # fmt: skip
 WRONG_PROGRAM = [
     "program=[]", "program=['']", "program=[--lr]", "program=[/train.py]", "program=[../train.py]", "program=[3]",
@@ -213,7 +227,7 @@ def objects(place: Any, path: str = "") -> Iterator[tuple[str, dict[str, Any]]]:
         if isinstance(place.get("properties"), dict):
             yield path, place["properties"]
         for key, value in place.items():
-            if key not in ("if", "then", "else", "dependentSchemas", "oneOf"):
+            if key not in ("if", "then", "else", "dependentSchemas", "allOf"):
                 yield from objects(value, f"{path}/{key}")
     elif isinstance(place, list):
         for number, value in enumerate(place):

@@ -64,8 +64,10 @@ from packtrain.job.part import (
     Seconds,
     StorePath,
     Variable,
+    is_set,
     matching,
     must_be,
+    rules_in_schema,
     text_in_schema,
 )
 from packtrain.node.preemption import OFF_VARIABLE
@@ -147,6 +149,11 @@ class IbmSettings(FleetKind):
     after the end of the run, for the next one or for a look. `cancel_with` names the variables that have the user and
     the API key with which a server cancels itself after its part of the run, or at the end of the budget.
     """
+
+    model_config = rules_in_schema(
+        {"oneOf": [is_set("flavor"), {"allOf": [is_set("cpus"), is_set("memory")]}]},
+        {"oneOf": [is_set("image"), is_set("os")]},
+    )
 
     datacenter: Word
     flavor: Word | None = None

@@ -26,9 +26,9 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 
-from pydantic import TypeAdapter, ValidationError
+from pydantic import Field, TypeAdapter, ValidationError
 
 from packtrain.errors import (
     EXIT_ALREADY_JOINED,
@@ -64,7 +64,7 @@ from packtrain.fleet.fleet import (
 from packtrain.fleet.wheels import own_wheel
 from packtrain.job import Job
 from packtrain.job.kinds import FleetKind
-from packtrain.job.part import Argument, Count, Location, Ordinal, Seconds, StorePath
+from packtrain.job.part import Argument, Count, Location, Ordinal, Seconds, StorePath, is_set, rules_in_schema
 from packtrain.node.preemption import SECONDS_VARIABLE
 from packtrain.run.checkpoint import committed
 from packtrain.run.records import Event
@@ -144,6 +144,11 @@ class SlurmSettings(FleetKind):
     `cpus_per_gpu` is by default a GPU's share of the cores of the partition's nodes.
     """
 
+    model_config = rules_in_schema(
+        {"not": {"allOf": [is_set("bundle"), is_set("python")]}},
+        {"if": is_set("cpus_per_gpu"), "then": is_set("gpus")},
+    )
+
     shares_machines = True  # with `gpus`, Slurm may put several jobs of an array on one of its nodes
 
     partition: Word | None = None
@@ -154,7 +159,7 @@ class SlurmSettings(FleetKind):
     python: Python | None = None
     bundle: StorePath | None = None
     interface: Word | None = None
-    options: tuple[Argument, ...] = ()
+    options: Annotated[tuple[Argument, ...], Field(json_schema_extra={"items": {"pattern": "^--"}})] = ()
 
     def faults(self) -> Iterator[tuple[Location, str]]:
         if self.bundle is not None and self.python is not None:

@@ -11,7 +11,6 @@ from pathlib import PurePosixPath
 from typing import Annotated, Any, Literal
 
 from pydantic import (
-    ConfigDict,
     Field,
     GetCoreSchemaHandler,
     PlainValidator,
@@ -73,11 +72,13 @@ from packtrain.job.part import (
     code_path_fault,
     faults,
     input_path_fault,
+    is_set,
     matching,
     must_be,
     problem,
     problems_of,
     refusal,
+    rules_in_schema,
     unknown_keys,
 )
 from packtrain.units import Amount, Duration
@@ -264,11 +265,7 @@ class RateScale(Part):
     its square root."""
 
     harmless = frozenset({"linear", "sqrt"})
-    model_config = ConfigDict(
-        json_schema_extra={
-            "oneOf": [{"required": [word], "properties": {word: {"type": "string"}}} for word in ("linear", "sqrt")]
-        }
-    )
+    model_config = rules_in_schema({"oneOf": [is_set("linear"), is_set("sqrt")]})
 
     linear: BatchSize | None = None
     sqrt: BatchSize | None = None

@@ -256,6 +256,20 @@ def in_schema(**schema: Any) -> Any:
     return Annotated[Any, WithJsonSchema(schema)]
 
 
+def is_set(name: str) -> dict[str, Any]:
+    """Return the JSON Schema of mappings in which a field has a value."""
+    return {"required": [name], "properties": {name: {"not": {"type": "null"}}}}
+
+
+def is_true(name: str) -> dict[str, Any]:
+    return {"required": [name], "properties": {name: {"const": True}}}
+
+
+def rules_in_schema(*rules: Mapping[str, Any]) -> ConfigDict:
+    """Return the configuration of a part whose JSON Schema has these rules between fields, as `faults` has them."""
+    return ConfigDict(json_schema_extra={"allOf": [dict(rule) for rule in rules]})
+
+
 def text_in_schema(pattern: str, *examples: str) -> Any:
     """Return the type of a text that matches a pattern; an editor shows the examples."""
     return in_schema(type="string", pattern=pattern, **({"examples": list(examples)} if examples else {}))

@@ -30,7 +30,7 @@ from packtrain.job.job import (
     TrainSettings,
 )
 from packtrain.job.kinds import EXCHANGES, FLEETS, FORMATS, OPTIMIZERS, SCHEDULES, FleetKind, kind_class
-from packtrain.job.part import INPUT_PATTERN, Part
+from packtrain.job.part import INPUT_PATTERN, Part, is_set
 from packtrain.units import TIME_PATTERN, Amount, Duration, Machines, amount_pattern
 
 DIALECT = "https://json-schema.org/draft/2020-12/schema"
@@ -98,7 +98,7 @@ def job_schema(recipes: Mapping[str, type[RecipeFacts]] | Mapping[str, RecipeFac
     of_recipe = dict.fromkeys(("model", "train", "evaluate", "weights"), _NULL)
     saved = {"properties": {"every": {"pattern": TIME_PATTERN}, "keep_best": {"maximum": 0}, "best_by": _NULL}}
     of_program = {"data": _ref("inputs"), "recipe": _NULL, "checkpoint": saved, **of_recipe}
-    of_data = {"if": {"not": _set("recipe")}, "then": {"properties": of_recipe}}
+    of_data = {"if": {"not": is_set("recipe")}, "then": {"properties": of_recipe}}
     rules = [of_data, *(_recipe(name, recipe) for name, recipe in recipes.items())]
     not_program = {"data": _ref("data"), "outputs": {"maxItems": 0}, "directory": {"const": "."}}
     return {
@@ -109,7 +109,7 @@ def job_schema(recipes: Mapping[str, type[RecipeFacts]] | Mapping[str, RecipeFac
         "required": ["name"],
         "additionalProperties": False,
         "anyOf": [{"required": [name]} for name in ("recipe", "program", "data")],
-        "if": _set("program"),
+        "if": is_set("program"),
         "then": {"properties": of_program},
         "else": {"properties": not_program, "required": ["data"], "allOf": rules},
         "dependentSchemas": {"budget": _budget()},
@@ -117,16 +117,11 @@ def job_schema(recipes: Mapping[str, type[RecipeFacts]] | Mapping[str, RecipeFac
     }
 
 
-def _set(name: str) -> Schema:
-    """Return the schema of mappings in which a field has a value."""
-    return {"required": [name], "properties": {name: {"not": _NULL}}}
-
-
 def _budget() -> Schema:
     """A limit in dollars needs the price of a machine, unless the fleet knows it."""
     rented = [word for word in FLEETS if kind_class(FLEETS, word).hourly_prices is not FleetKind.hourly_prices]
-    priced = {"type": "object", "anyOf": [_set("price"), *({"required": [word]} for word in rented)]}
-    in_dollars = {"properties": {"budget": {"type": "object", **_set("dollars")}}}
+    priced = {"type": "object", "anyOf": [is_set("price"), *({"required": [word]} for word in rented)]}
+    in_dollars = {"properties": {"budget": {"type": "object", **is_set("dollars")}}}
     with_price = {"required": ["fleet"], "properties": {"fleet": {"anyOf": [{"enum": rented}, priced]}}}
     return {"if": in_dollars, "then": with_price}
 
@@ -161,7 +156,7 @@ def _part(kind: type[Part], texts: Descriptions, scope: str) -> Schema:
         if text := describe(texts, scope, name):
             field["description"] = text
     required = [name for name in made.get("required", ()) if name not in kind.filled_in]
-    rules = {"oneOf": made["oneOf"]} if "oneOf" in made else {}
+    rules = {"allOf": made["allOf"]} if "allOf" in made else {}
     return {"type": "object", "properties": found, "additionalProperties": False, **rules} | (
         {"required": required} if required else {}
     )
@@ -262,14 +257,14 @@ def _source(texts: Descriptions) -> Schema:
         properties |= {name: made[name] for name in fields if name not in properties}
         own[word] = [word, *fields]
     one_file = {"anyOf": [{"type": "string"}, {"type": "array", "maxItems": 1}]}
-    of_columns = {"if": _set("columns"), "then": {"properties": dict.fromkeys(FORMATS, one_file)}}
+    of_columns = {"if": is_set("columns"), "then": {"properties": dict.fromkeys(FORMATS, one_file)}}
     return {
         "type": "object",
         "properties": properties,
         "additionalProperties": False,
         "anyOf": [{"required": [word]} for word in FORMATS],
         "dependentSchemas": {word: {"propertyNames": {"enum": names}} for word, names in own.items()},
-        "allOf": [of_columns, {"if": _set("last"), "then": {"properties": {"without_last": _NULL}}}],
+        "allOf": [of_columns, {"if": is_set("last"), "then": {"properties": {"without_last": _NULL}}}],
     }
 
 

@@ -24,6 +24,8 @@ from packtrain.job.part import (
     Positive,
     Scale,
     Steps,
+    is_set,
+    rules_in_schema,
 )
 from packtrain.units import ENOUGH, Duration, cut_to
 
@@ -54,6 +56,7 @@ class NoamSettings(ScheduleKind):
     """
 
     harmless = frozenset({"warmup", "scale", "peak", "share"})
+    model_config = rules_in_schema({"not": {"allOf": [is_set("scale"), is_set("peak")]}})
 
     warmup: Steps
     scale: Positive | None = None

@@ -52,8 +52,11 @@ from packtrain.job.part import (
     Seconds,
     StorePath,
     Variable,
+    is_set,
+    is_true,
     matching,
     problem,
+    rules_in_schema,
     text_in_schema,
 )
 from packtrain.node.preemption import NoticeSource
@@ -107,6 +110,13 @@ class AwsSettings(FleetKind):
     `bundle` is a local directory of wheels. `linger` is how long the machines of a failed run stay. `limit` is when AWS
     ends those of a run without a budget.
     """
+
+    model_config = rules_in_schema(
+        {"oneOf": [is_set("role"), is_true("create_role")]},
+        {"not": is_true("power_off")},
+        {"if": {"required": ["on_demand"], "properties": {"on_demand": {"minimum": 1}}}, "then": is_true("spot")},
+        {"if": {"required": ["attach"], "properties": {"attach": {"const": "ssh"}}}, "then": is_set("key")},
+    )
 
     filled_in = frozenset({"region"})
 

@@ -74,7 +74,18 @@ from packtrain.fleet.kubernetes.manifests import (
 )
 from packtrain.job import Job
 from packtrain.job.kinds import FleetKind
-from packtrain.job.part import Boolean, Count, Location, Part, Seconds, Variable, matching
+from packtrain.job.part import (
+    Boolean,
+    Count,
+    Location,
+    Part,
+    Seconds,
+    Variable,
+    is_set,
+    is_true,
+    matching,
+    rules_in_schema,
+)
 from packtrain.run.run import Run
 from packtrain.store import Store
 from packtrain.units import Duration
@@ -114,6 +125,8 @@ NfsPath = Annotated[str, matching(r"[A-Za-z0-9.:\[\]-]+:/[^\x00-\x1f]{0,1023}", 
 class MountSettings(Part):
     """A volume at `path` in every pod: a claim (PVC), an NFS or EFS export, or a directory of the pod's machine."""
 
+    model_config = rules_in_schema({"oneOf": [is_set("claim"), is_set("nfs"), is_set("host")]})
+
     path: PodPath
     claim: ObjectName | None = None
     nfs: NfsPath | None = None
@@ -140,6 +153,8 @@ class KubernetesSettings(FleetKind):
     wait for machines before the budget's end on the cluster. `user: 0` is root; by default the image's user, which must
     not be. `autoscaling`: the cluster adds nodes when pods wait, so none needs to have the resources yet.
     """
+
+    model_config = rules_in_schema({"not": is_true("power_off")})
 
     shares_machines = True  # several pods may be on one node of the cluster
 
