@@ -8,6 +8,7 @@ import signal
 import subprocess
 import sys
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -22,6 +23,7 @@ from packtrain.job.kinds import FLEETS, kind_class
 from packtrain.pack.build import PlainProgress
 from packtrain.report.sweep import sweep_table
 from packtrain.run.checkpoint import committed
+from packtrain.run.code import archive
 from packtrain.run.liveness import State
 from packtrain.run.records import DamagedRecord, Result, encode
 from packtrain.run.run import Run, open_run
@@ -37,6 +39,7 @@ from packtrain.run.sweeps import (
     sweep_names,
     sweep_of,
 )
+from packtrain.run.trust import refuse, remember
 from packtrain.store import Store, open_store
 from packtrain.sweep import drive
 from packtrain.sweep.drive import DriverSeat, SweepDrive, moved
@@ -402,7 +405,7 @@ def test_a_start_counts_only_if_its_driver_lived_to_see_what_came_of_it(
     sweep = stored(directory_store)
     job = new_run(directory_store).job_data
     for trial in sweep.plan.trials:
-        create_trial_run(sweep, trial, job, b"code", None)
+        create_trial_run(sweep, trial, job, archive({}), None)
     for number in range(1, 5):
         sweep.claim(TrialStart(1, number, 0, 0, 1.0, number))
 
@@ -416,6 +419,24 @@ def test_a_start_counts_only_if_its_driver_lived_to_see_what_came_of_it(
     tried = [f"could not start s-{number}: s-{number}: a host does not answer" for number in (1, 2)]
     assert sorted(said) == sorted(3 * tried), "each is given up after three tries that its driver lived to see fail"
     assert [one.attempt for one in sweep.starts() if one.trial == 1 and one.tried] == [5, 6, 7]
+
+
+def test_a_fleet_that_was_changed_in_the_plan_of_a_sweep_is_not_used_unasked(
+    directory_store: Store, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its machines would get the variables of the job."""
+    for name in ("PACKTRAIN_CACHE", "XDG_STATE_HOME"):
+        monkeypatch.setenv(name, str(tmp_path / name))
+    sweep = stored(directory_store)
+    job = new_run(directory_store, recipe_job()).job_data
+    for trial in sweep.plan.trials:
+        remember(create_trial_run(sweep, trial, job, archive({}), None))
+    elsewhere = {"ssh": {"hosts": ["gpu-of-somebody-else"]}}
+    directory_store.put("sweeps/s/plan.json", encode(replace(sweep.plan, fleet=elsewhere)))
+    driver = SweepDrive(Sweep(directory_store, "s"), refuse, print)
+    with pytest.raises(Mistake, match=r"s-1 is not what you ran before: .* the fleet of its sweep, changed"):
+        driver.look()
+    assert Run(directory_store, "s-1").launches() == []
     driver.close()
 
 

@@ -180,7 +180,7 @@ def _about(review: CodeReview) -> Iterator[str]:
     from packtrain.run.code import unpacked
     from packtrain.units import show_bytes
 
-    job = review.run.job
+    job = review.job
     yield f"{review.reason}:"
     for change in review.changes[:_SHOWN_FILES]:
         kind = f"{change.kind:<8} " if review.known else ""

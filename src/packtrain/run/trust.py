@@ -41,10 +41,11 @@ class Change:
 class CodeReview:
     """A job and code that this person has not accepted. `known`: others of the same run were.
 
-    `fields` are those of the job that need trust.
+    `job` is what the run is about to get, and `fields` are those that need trust.
     """
 
     run: Run
+    job: Job
     known: bool
     changes: tuple[Change, ...]
     fields: tuple[str, ...]
@@ -54,10 +55,10 @@ class CodeReview:
         """Return why the code is not run, in one line."""
         name = self.run.name
         if self.known:
-            names = [change.name for change in self.changes] or ["the archive"]
+            names = [change.name for change in self.changes] or ["the archive, or the fleet of its sweep,"]
             more = f" and {len(names) - _NAMED} more" if len(names) > _NAMED else ""
             return f"{name} is not what you ran before: {', '.join(names[:_NAMED])}{more} changed"
-        if not self.run.job.has_own_code:
+        if not self.job.has_own_code:
             return f"{name} was not started from here, and its job sets {', '.join(self.fields)}"
         size = show_bytes(sum(change.size for change in self.changes))
         return f"{name} was not started from here, and runs its own code ({counted(len(self.changes), 'file')}, {size})"
@@ -98,16 +99,24 @@ def _risks(part: Part, place: str) -> Iterator[str]:
             yield inner
 
 
-def require_trust(run: Run, accept: Accept, job: Job | None = None, sections: Collection[str] | None = None) -> None:
+def require_trust(
+    run: Run,
+    accept: Accept,
+    job: Job | None = None,
+    sections: Collection[str] | None = None,
+    fleet: FleetKind | None = None,
+) -> None:
     """Return if the run needs no trust, or if its job and code are those remembered, or are accepted now.
 
-    `job` is what the run is about to get. What its store has counts as well: nobody may have accepted that.
+    `job` is what the run is about to get. What its store has counts as well: nobody may have accepted that. `fleet` is
+    one that the plan of a sweep names, which is in the store, too.
     """
     fields = dict.fromkeys(field for one in (run.job, job) if one is not None for field in risks(one, sections))
-    if not fields or is_remembered(run):
+    is_same_fleet = fleet is None or trusts_fleet(run, fleet) or not any(name.startswith("fleet.") for name in fields)
+    if not fields or (is_remembered(run) and is_same_fleet):
         return
-    accept(_review(run, _read(_path(run)), tuple(fields)))
-    remember(run)
+    accept(_review(run, job or run.job, _read(_path(run)), tuple(fields)))
+    remember(run, fleet)
 
 
 def is_remembered(run: Run) -> bool:
@@ -125,14 +134,15 @@ def trusts_fleet(run: Run, kind: FleetKind) -> bool:
     return remembered is not None and _fleet_digest(kind) in remembered.fleets
 
 
-def remember(run: Run, *, instead: bool = True) -> None:
+def remember(run: Run, fleet: FleetKind | None = None, *, instead: bool = True) -> None:
     """Accept the code of a run from now on, and its fleet: one that it had before stays accepted, too.
 
     Without `instead`, so does the code that was accepted last, for a client that may be killed before it changes it.
     """
     path, files = _path(run), {name: digest for name, (digest, _) in _files(run).items()}
     before = _read(path)
-    fleets = sorted({*(before.fleets if before is not None else ()), _fleet_digest(run.job.fleet.kind)})
+    kinds = [run.job.fleet.kind] if fleet is None else [run.job.fleet.kind, fleet]
+    fleets = sorted({*(before.fleets if before is not None else ()), *map(_fleet_digest, kinds)})
     digests = {run.code_digest, *(() if before is None or instead else before.digests)}
     record = {
         "store": run.store.url, "run": run.name, "digests": sorted(digests), "files": files, "fleets": fleets,
@@ -190,7 +200,7 @@ def _files(run: Run) -> dict[str, tuple[str, int]]:
     }
 
 
-def _review(run: Run, remembered: _Record | None, fields: tuple[str, ...]) -> CodeReview:
+def _review(run: Run, job: Job, remembered: _Record | None, fields: tuple[str, ...]) -> CodeReview:
     now, before = _files(run), remembered.files if remembered is not None else {}
     changes = [
         Change("changed" if name in before else "added", name, size)
@@ -198,4 +208,4 @@ def _review(run: Run, remembered: _Record | None, fields: tuple[str, ...]) -> Co
         if before.get(name) != digest
     ]
     changes += [Change("removed", name, 0) for name in before if name not in now]
-    return CodeReview(run, remembered is not None, tuple(changes), fields)
+    return CodeReview(run, job, remembered is not None, tuple(changes), fields)

@@ -281,7 +281,7 @@ class SweepDrive:
         fleet, now = fleet_of(watched.run.job.fleet.kind), self._clock()
         if not fleet.trains_here:
             # Clouds list machines a while after they were ordered, and asking takes connections.
-            require_trust(watched.run, self._accept)
+            self._require_trust(watched.run)
             if watched.result is None and now - watched.since < _GRACE_SECONDS:
                 return True
             if now - watched.asked < _ASK_SECONDS:
@@ -291,6 +291,14 @@ class SweepDrive:
             return any(not machine.is_over for machine in fleet.list(watched.run))
         except PacktrainError:
             return True  # not known: a second set of machines would be worse than a wait
+
+    def _require_trust(self, run: Run) -> None:
+        """Ask the person about a run, and about a fleet that somebody else may have written into the plan."""
+        if not self._plan.fleet:
+            require_trust(run, self._accept)
+            return
+        fleet = FleetSettings.model_validate(self._plan.fleet)
+        require_trust(run, self._accept, run.job.model_copy(update={"fleet": fleet}), fleet=fleet.kind)
 
     def _view(self, trial: Trial) -> TrialView:
         watched = self._watched.get(trial.number)
@@ -342,6 +350,7 @@ class SweepDrive:
         self._stopping.discard(number)
         run = self._sweep.run(trial)
         try:
+            self._require_trust(run)
             run = reopen(run, self._accept, self._say, moved(run, self._fleets[slot]))
             start(run, tied=False, say=self._say, is_last_try=self._tries(starts) + 1 >= _MAX_STARTS)
         except AlreadyComplete:
