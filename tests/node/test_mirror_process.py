@@ -39,7 +39,7 @@ def test_the_first_of_two_machines_mirrors_the_run_and_the_other_one_when_it_is_
     cluster.wait(5)
     assert cluster.run.latest_generation() is not None
     [command] = started
-    assert command[:5] == [sys.executable, "-m", "packtrain", "mirror", cluster.run.name]
+    assert command[:6] == [sys.executable, "-P", "-m", "packtrain", "mirror", cluster.run.name]
     assert command[-4:] == ["--mlflow", "http://mlflow.internal", "--node", "m0000"]
     cluster.gone.add("m0000")
     cluster.wait(60)
