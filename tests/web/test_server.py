@@ -89,6 +89,7 @@ def test_the_token_is_in_the_address_and_in_no_cookie_or_log(shown: RunningDashb
         assert browser.get(f"/{TOKEN}/api/runs/none").status_code == 404
         assert browser.get(f"/{TOKEN}/{TOKEN}/").status_code == 404
         assert browser.get("/api/runs").status_code == 401
+    wait_until(lambda: len(shown.log) == 3, "requests are logged after their answer")
     assert [line.split()[3] for line in shown.log] == ["/api/runs/", "/", "/api/runs"]
     assert TOKEN not in "".join(shown.log)
 
