@@ -9,7 +9,7 @@ import re
 import types
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import MISSING, fields, is_dataclass
+from dataclasses import MISSING, fields, is_dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import Any, Literal, Union, get_args, get_origin, get_type_hints
@@ -21,10 +21,12 @@ from hypothesis import strategies as st
 
 from packtrain.cli.common import console
 from packtrain.cli.follow import Follower
+from packtrain.cli.watch import board
 from packtrain.errors import Mistake, PacktrainError
 from packtrain.report import compare, report_page, write_report
 from packtrain.report.compare_render import compare_page, text_lines
 from packtrain.report.frame import MetricColumns
+from packtrain.report.live import LiveRun
 from packtrain.report.mirror import metrics_of
 from packtrain.report.notebook import panel_of, runs_table
 from packtrain.report.plot import Axis, plot_of
@@ -232,9 +234,10 @@ def views(runs: Sequence[Run], packtrain: Packtrain) -> Iterator[Callable[[], ob
         yield partial(summarize, run, "running")
         yield from (partial(metrics_of, point, "tokens") for point in run.metrics())
         yield partial(follow, run)
+        yield partial(watch, run)
         for axis in ("step", "epoch", "hours"):
             yield partial(draw, run, axis)
-        for command in (["show"], ["show", "--json"], ["logs"], ["report"]):
+        for command in (["show"], ["show", "--json"], ["logs"], ["report", "--markdown"], ["report", "--json"]):
             yield partial(call, packtrain, command[0], run.name, *command[1:], "--store", store.url)
     yield partial(call, packtrain, "ls", "--json", "--store", store.url)
     yield partial(call, packtrain, "ls", "--store", store.url)
@@ -256,6 +259,12 @@ def call(packtrain: Packtrain, *words: str) -> None:
     assert done.returncode in (0, 100, 103), (words, done.stderr)
     if "--json" in words:
         json.loads(done.stdout, parse_constant=pytest.fail)
+
+
+def watch(run: Run) -> None:
+    view = LiveRun(run).look()
+    for state in ("running", view.overview.state):
+        board(replace(view, overview=replace(view.overview, state=state)), "", 100, 40)
 
 
 def follow(run: Run) -> None:
