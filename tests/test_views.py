@@ -24,6 +24,7 @@ from packtrain.cli.follow import Follower
 from packtrain.cli.watch import board
 from packtrain.errors import Mistake, PacktrainError
 from packtrain.report import compare, report_page, write_report
+from packtrain.report import sweep as sweep_report
 from packtrain.report.compare_render import compare_page, text_lines
 from packtrain.report.frame import MetricColumns
 from packtrain.report.live import LiveRun
@@ -52,6 +53,7 @@ from packtrain.run.records import (
     encode,
 )
 from packtrain.run.run import Run
+from packtrain.run.sweeps import Rung, Sweep, SweepPlan, Trial, TrialStart
 from packtrain.store import Store, open_store
 from packtrain.web.board import Board
 from packtrain.web.endpoints import DashboardEndpoints
@@ -243,6 +245,7 @@ def views(runs: Sequence[Run], packtrain: Packtrain) -> Iterator[Callable[[], ob
     yield partial(call, packtrain, "ls", "--store", store.url)
     yield partial(check_page, lambda: runs_table([(run.name, overview(run, "running")) for run in runs], ""))
     yield partial(compared, runs)
+    yield partial(swept, runs)
 
 
 def panel_html(run: Run) -> str:
@@ -278,6 +281,20 @@ def draw(run: Run, axis: Axis) -> None:
     drawn = {point.column(name) for point in points for name in point.values if point.kind != "start"}
     with suppress(Mistake):  # none of its numbers is finite
         check_page(plot_of({run.name: points}, sorted(drawn), axis).svg)
+
+
+def swept(runs: Sequence[Run]) -> None:
+    """Show the runs as those of a sweep."""
+    trials = tuple(Trial(number, run.name, {"a": HOSTILE}) for number, run in enumerate(runs, 1))
+    sweep = Sweep(runs[0].store, "sweep")
+    sweep.put_plan(SweepPlan("sweep", "job", "d", ("a",), trials, 1, {}, "bleu", False, (Rung(10, 1),)))
+    for trial in trials:
+        sweep.claim(TrialStart(trial.number, 1, 1, 0, 1e9, 1))
+    table = sweep_report.sweep_table(sweep.store, "sweep")
+    assert len(table.rows) == len(runs)
+    check_page(partial(sweep_report.sweep_page, table))
+    check_page(partial(sweep_report.sweep_markdown, table))
+    json.dumps(sweep_report.as_json(table), allow_nan=False)
 
 
 def compared(runs: Sequence[Run]) -> None:
