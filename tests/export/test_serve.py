@@ -396,8 +396,9 @@ def test_a_body_that_does_not_arrive_gives_408(recipes: Callable[[str], Recipe],
 
 def test_a_request_with_two_lengths_is_refused(service: RunningService, echo: EchoText) -> None:
     """A proxy in front may believe the other one, and take the rest for a request of someone else."""
-    with raw(service, "Content-Length: 4", "Transfer-Encoding: chunked") as connection:
-        connection.sendall(b"0\r\n\r\n")
+    body = b'{"inputs": ["hello"]}'
+    with raw(service, "Content-Length: 4", "Transfer-Encoding: chunked", "Connection: close") as connection:
+        connection.sendall(b"%x\r\n%s\r\n0\r\n\r\n" % (len(body), body))
         answer = b"".join(iter(lambda: connection.recv(1000), b""))
     assert answer.startswith(b"HTTP/1.1 400 ") and answer.count(b"HTTP/1.1") == 1
     assert echo.sizes == []
