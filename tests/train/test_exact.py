@@ -95,7 +95,7 @@ def test_what_cuda_reads_at_its_start_is_set_before_the_workers_join(
     ):  # fmt: skip
         monkeypatch.setenv(variable, value)
     monkeypatch.setattr(worker, "_pack_of", lambda _: None)
-    monkeypatch.setattr(worker, "recipe_class", lambda _: lambda *_: None)
+    monkeypatch.setattr(worker, "recipe_class", lambda *_: lambda *_: None)
     monkeypatch.setattr(World, "join", join)
     with pytest.raises(Joining):
         build_trainer(Control(tmp_path), StopSignal(), 0.0)
