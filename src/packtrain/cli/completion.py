@@ -252,8 +252,8 @@ def fields(schema: Schema, path: str, recipe: str | None = None) -> dict[str, Sc
     """Return the fields below a path such as `train.schedule`, each with its schema; empty if it has none."""
     places = [schema]
     if recipe is not None:
-        chosen = (rule for rule in schema["else"]["allOf"] if rule["if"]["properties"]["recipe"]["const"] == recipe)
-        places += [rule["then"] for rule in chosen]
+        asked = {"recipe": {"const": recipe}}
+        places += [rule["then"] for rule in schema["else"]["allOf"] if rule["if"].get("properties") == asked]
     for step in filter(None, path.split(".")):
         places = [below for place in places for below in _below(schema, place, step)]
     found: dict[str, Schema] = {}
