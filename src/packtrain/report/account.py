@@ -186,7 +186,9 @@ def compared(evidence: Evidence) -> list[ExpectedAndSeen]:
 
 def _other_duration(evidence: Evidence) -> str:
     """Return the duration that the plan was for, if the run has another one by now."""
-    planned = evidence.forecast.duration if evidence.forecast is not None else ""
+    if evidence.forecast is None or evidence.job.recipe is None:  # a program's job has no duration
+        return ""
+    planned = evidence.forecast.duration
     return "" if planned == str(evidence.job.train.duration) else planned
 
 
