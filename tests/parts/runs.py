@@ -37,9 +37,9 @@ def a_lease(name: str, renewal: int = 0, **fields: Any) -> Lease:
     return Lease(name, f"host-of-{name}", renewal=renewal, **given)
 
 
-def a_generation(number: int, *nodes: str, reason: str = "start", workers: int = 1) -> Generation:
+def a_generation(number: int, *nodes: str, reason: str = "start", workers: int = 1, step: int = 0) -> Generation:
     members = tuple(Member(node, "127.0.0.1", workers) for node in nodes or ("a",))
-    return Generation(number, members, 29500, reason)
+    return Generation(number, members, 29500, reason, step)
 
 
 def write_files(directory: Path, files: dict[str, bytes]) -> dict[str, Path]:

@@ -21,7 +21,7 @@ from packtrain.data.order import Ids
 from packtrain.errors import Mistake, PacktrainError
 from packtrain.job.kinds import EXCHANGES, OPTIMIZERS, SCHEDULES
 from packtrain.recipes import Batch, EvaluationRequest, Measurement, Scores
-from packtrain.run.checkpoint import Checkpoint, Superseded, commit, committed
+from packtrain.run.checkpoint import Checkpoint, Superseded, commit, committed, last_step
 from packtrain.run.run import Run
 from packtrain.store import Store
 from packtrain.train import checkpointer as saver
@@ -129,7 +129,7 @@ def test_a_run_warns_once_of_a_batch_that_is_small_for_its_gpus_and_again_with_a
     monkeypatch.setattr("packtrain.train.trainer.small_share", lambda *_: line)
     train(run, control, Interrupted(run.job, 3, control.request_stop))
     for number, names in enumerate((before, "a"), 1):
-        run.propose(a_generation(number, *names))
+        run.propose(a_generation(number, *names, step=last_step(run)))
     train_to_the_end(run, tmp_path)
     assert [event.text for event in run.events().read() if event.kind == "warning"] == [line] * warnings
 
