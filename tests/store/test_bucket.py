@@ -37,7 +37,7 @@ def patient(location: str, *, outage_seconds: float = 60.0, answer_seconds: floa
 @pytest.mark.usefixtures("s3_environment")
 def test_an_invalid_endpoint_is_refused_without_repeating_it(endpoint: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("AWS_ENDPOINT_URL_S3", endpoint)
-    with pytest.raises(Mistake, match="AWS_ENDPOINT_URL: invalid URL") as caught:
+    with pytest.raises(Mistake, match="AWS_ENDPOINT_URL_S3: invalid URL") as caught:
         open_store("s3://bucket")
     assert "canary" not in str(caught.value)
 
