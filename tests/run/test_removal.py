@@ -322,3 +322,24 @@ def test_the_runs_of_a_sweep_that_was_removed_half_way_are_removed_one_by_one(di
     assert (run_names(directory_store), sweep_names(directory_store)) == (["lr-2"], [])
     remove_run(Run(directory_store, "lr-2"), idle)
     assert run_names(directory_store) == []
+
+
+@pytest.mark.parametrize("is_whole", [True, False], ids=["removed", "removed half-way"])
+def test_a_sweep_that_was_removed_and_is_made_again_has_new_runs(directory_store: Store, is_whole: bool) -> None:
+    store = FaultyStore(directory_store)
+    sweep = a_sweep(store)
+    for trial in sweep.plan.trials:
+        assert sweep.run(trial).finish(Result("finished", "reached 10 steps", 10, 1.0))
+    if is_whole:
+        remove_sweep(sweep, idle)
+        clear_sweep(sweep)
+    else:
+        store.fault = lambda operation, key: Killed() if (operation, key[-11:]) == ("delete", "result.json") else None
+        with pytest.raises(Killed):
+            remove_sweep(sweep, idle)
+        assert is_half_removed(directory_store, "lr-1")
+    run = Run(directory_store, a_sweep(directory_store).plan.trials[0].run)
+    assert run.result() is None
+    changed = run.changed(program_job(fleet={"local": {}, "workers": 2}))
+    changed.put_job()  # as for the part of a fleet that a run of a sweep gets
+    assert Run(directory_store, "lr-1").job == changed.job

@@ -1,6 +1,6 @@
 """A run leaves its name: it is removed, or gets another name. Both may end at any object, and are continued later.
 
-    removed/NAME.json     who did it; put first, and it stays: no later run gets the same name
+    removed/NAME.json     who did it; put first, and it stays: only a sweep that is made again reuses the name
     runs/NAME/job.json    deleted next: without it, the folder is no run
     runs/NAME/...         the rest
 

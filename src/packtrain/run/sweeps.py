@@ -37,7 +37,7 @@ from packtrain.run.records import (
     decode_name,
     encode,
 )
-from packtrain.run.run import Run
+from packtrain.run.run import Run, removed_key, removed_run
 from packtrain.store import Store
 
 MAX_TRIALS = 1000
@@ -237,6 +237,11 @@ def sweep_of(run: Run) -> str | None:
 def create_trial_run(sweep: Sweep, trial: Trial, job_data: bytes, code: bytes, pack: str | None) -> Run:
     """Create the run of a trial, or complete one that a killed client has left half made."""
     run, store = Run(sweep.store, trial.run, job_data, code), sweep.store
+    if not store.exists(run.key("job.json")) and removed_run(store, run.name) is not None:
+        # A sweep of this name was removed, perhaps not completely: the new run gets nothing of the old one.
+        for entry in store.list(run.folder):
+            store.delete(entry.key)
+        store.delete(removed_key(run.name))
     # Before job.json, which makes it a run: so a run never looks as if it were one of its own.
     store.put(run.key("sweep.txt"), sweep.name.encode())
     store.put_if_absent(run.key("job.json"), job_data)
