@@ -13,6 +13,7 @@ from packtrain.run.records import DamagedRecord, encode
 from packtrain.run.run import Run, create_run
 from packtrain.run.uses import Uses, all_uses, announced, discarding, refuse_discarded, uses_of
 from packtrain.store import Store
+from parts.faulty import FaultyStore
 from parts.runs import new_run, program_job, recipe_job
 
 PACK = Uses(packs=frozenset({"pack-1"}))
@@ -52,6 +53,23 @@ def test_nothing_is_known_to_be_unused_if_a_run_cannot_be_read(directory_store: 
     directory_store.put(run.key("job.json"), b"{")
     with pytest.raises(DamagedRecord, match="repair it, or remove it with `packtrain rm job-1`"):
         all_uses(directory_store)
+    directory_store.put(run.key("job.json"), run.job_data)
+    listing = given(directory_store, encode(InputListing("data", ())))
+    new_run(directory_store, program_job(inputs={"data": f"store:{listing}"}))
+    directory_store.delete(listing)
+    with pytest.raises(DamagedRecord, match=r"not found; what it uses .* remove it with `packtrain rm job-2`"):
+        all_uses(directory_store)
+
+
+def test_a_run_that_is_removed_while_it_is_looked_at_uses_no_files(directory_store: Store) -> None:
+    store, run = FaultyStore(directory_store), a_run(directory_store)
+
+    def remove(operation: str, key: str) -> None:
+        if (operation, key) == ("find", run.key("job.json")):
+            directory_store.delete(key)
+
+    store.fault = remove
+    assert all_uses(store) == PACK
 
 
 def test_a_run_that_is_there_when_a_deletion_is_announced_keeps_what_it_uses(any_store: Store) -> None:

@@ -18,12 +18,12 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
-from packtrain.errors import PacktrainError
+from packtrain.errors import NotFound, PacktrainError
 from packtrain.job.part import is_name
 from packtrain.run.inputs import given_keys
 from packtrain.run.records import MAX_RECORD_BYTES, DamagedRecord, Discarding, decode, decode_name, encode
 from packtrain.run.run import Run
-from packtrain.store import Entry, Store
+from packtrain.store import DamagedObject, Entry, ObjectNotFound, Store
 from packtrain.system import FileLock, cache_directory, is_free, this_client
 from packtrain.units import show_time
 
@@ -53,9 +53,11 @@ def uses_of(run: Run) -> Uses:
     """Return what a run uses. A folder that is no run yet, such as a copy that is being made, may name its pack."""
     pack = run.store.find(run.key("pack.txt"))
     packs = frozenset() if pack is None else frozenset({decode_name(pack, f"{run.key('pack.txt')} in {run.store.url}")})
-    if not run.store.exists(run.key("job.json")):
+    try:
+        job = run.job
+    except NotFound:
         return Uses(packs)
-    return Uses(packs, frozenset(given_keys(run.job, run.store)), frozenset({run.name}))
+    return Uses(packs, frozenset(given_keys(job, run.store)), frozenset({run.name}))
 
 
 def all_uses(store: Store) -> Uses:
@@ -64,7 +66,7 @@ def all_uses(store: Store) -> Uses:
     for name in store.folders("runs/"):
         try:
             used |= uses_of(Run(store, name)) if is_name(name) else Uses()
-        except DamagedRecord as error:
+        except (DamagedRecord, DamagedObject, ObjectNotFound) as error:
             advice = f"repair it, or remove it with `packtrain rm {name}`"
             raise DamagedRecord(f"{error}; what it uses is not known: {advice}") from error
     return used
