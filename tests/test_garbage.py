@@ -265,15 +265,22 @@ def test_a_second_deletion_does_not_take_the_first_for_killed(tmp_path: Path) ->
         assert crossing.runs_that_lack_something() == [], when
 
 
+@pytest.mark.parametrize(
+    ("last", "left"),
+    [
+        ("packs/half-1/making/train-00000.safetensors.json", "packs/left-1/manifest.json"),
+        ("packs/left-1/manifest.json", "packs/left-1/train-00000.safetensors"),
+    ],
+)
 def test_a_deletion_ends_when_another_machine_has_taken_it_for_killed(
-    store: Store, monkeypatch: pytest.MonkeyPatch
+    last: str, left: str, store: Store, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """It was suspended for a day."""
+    """It was suspended for a day, in which the same pack may have been made again."""
     age(store, "")
     faulty = FaultyStore(store)
 
     def wake(operation: str, key: str) -> None:
-        if (operation, key) == ("delete", "packs/half-1/making/train-00000.safetensors.json"):
+        if (operation, key) == ("delete", last):
             age(store, "discarding/")
             monkeypatch.setattr(uses, "this_client", lambda: "you@there")
             delete_from_store(store, [], pytest.fail)
@@ -281,7 +288,7 @@ def test_a_deletion_ends_when_another_machine_has_taken_it_for_killed(
     faulty.fault = wake
     with pytest.raises(PacktrainError, match="somebody took this deletion for killed; run it again"):
         delete_from_store(faulty, unused_in_store(faulty, WEEK), pytest.fail)
-    assert store.exists("packs/left-1/manifest.json")
+    assert store.exists(left)
 
 
 def test_a_deletion_that_was_killed_is_done_by_the_next_one(store: Store) -> None:

@@ -114,6 +114,7 @@ def delete_from_store(store: Store, found: Iterable[Unused], say: Callable[[str]
             else:
                 # The manifest first: without it, there is no pack.
                 for key in sorted(map(_key, thing.entries), key=lambda key: not key.endswith("/manifest.json")):
+                    free()  # of many objects, this may take hours, and the machine may be suspended meanwhile
                     store.delete(key)
                 done.append(thing)
     return done

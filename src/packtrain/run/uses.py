@@ -76,7 +76,7 @@ def all_uses(store: Store) -> Uses:
 def discarding(store: Store, wanted: Uses) -> Iterator[Callable[[], Uses]]:
     """Announce a deletion, and give what may be deleted of it: no run uses that, and none that starts now will.
 
-    It is asked before each deletion, and raises an error once somebody has removed the announcement.
+    It is asked before each object is deleted, and raises an error once somebody has removed the announcement.
     """
     name = uuid.uuid4().hex
     key, path = f"{_FOLDER}{name}.json", _lock_path(name)
