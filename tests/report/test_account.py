@@ -193,7 +193,7 @@ def test_the_raw_text_of_each_side_is_stated() -> None:
     manifest.splits["train"] = replace(manifest.splits["train"], raw=raw)
     found = data_set(evidence_of(steps_of(), manifest=manifest))
     assert found is not None
-    assert found.answer.endswith(" The raw training text has 4,562,102 lines a side: 637 MB and 711 MB.")
+    assert found.answer.endswith(" The raw training text has 4,562,102 lines per side: 637 MB and 711 MB.")
     tables = [figure.rows for figure in found.figures if isinstance(figure, Rows)]
     assert tables[1] == (("train", "source", "637 MB", "4,562,102"), ("train", "target", "711 MB", "4,562,102"))
     assert (found.numbers["raw_source_bytes"], found.numbers["raw_target_lines"]) == (637e6, 4_562_102)

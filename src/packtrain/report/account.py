@@ -249,7 +249,7 @@ def data_set(evidence: Evidence) -> Finding | None:
     answer += f"; training went through it {epochs:.3g} times." if epochs else "."
     if train.raw:
         sides = " and ".join(show_bytes(side.bytes) for side in train.raw)
-        answer += f" The raw training text has {counted(train.raw[0].lines, 'line')} a side: {sides}."
+        answer += f" The raw training text has {counted(train.raw[0].lines, 'line')} per side: {sides}."
     rows = tuple(
         (name, show_count(split.samples), show_count(sum(one.count for one in split.filtered.values())),
          show_count(sum(one.count for one in split.dropped.values())), str(len(split.shards)), show_bytes(size[name]))
