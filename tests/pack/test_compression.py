@@ -5,6 +5,8 @@ from __future__ import annotations
 import bz2
 import gzip
 import lzma
+import struct
+import zlib
 from collections.abc import Callable
 from pathlib import Path
 
@@ -70,6 +72,32 @@ def test_a_wrong_checksum_is_noticed(tmp_path: Path, ending: str, compress: Comp
     data[-3] ^= 0x55
     path = write(tmp_path / f"a.en{ending}", bytes(data))
     assert "damaged or incomplete compressed file" in refusal(lambda: list(read_lines(Path(path))))
+
+
+@each_codec
+@pytest.mark.parametrize("start", [b"", b"\x99", b"\x99" * 3000], ids=["no start", "one byte", "a longer part"])
+def test_damage_between_the_parts_of_a_file_is_not_its_end(
+    tmp_path: Path, start: bytes, ending: str, compress: Compress
+) -> None:
+    path = write(tmp_path / f"a{ending}", compress(b"one\n") + start + compress(b"two\n")[max(1, len(start)) :])
+    assert "damaged or incomplete compressed file" in refusal(lambda: list(read_lines(Path(path))))
+
+
+@each_codec
+def test_zeros_may_follow_a_part(tmp_path: Path, ending: str, compress: Compress) -> None:
+    zeros = bytes(5000)
+    path = write(tmp_path / f"a{ending}", compress(b"one\n") + zeros + compress(b"two\n") + zeros)
+    assert list(read_lines(Path(path))) == ["one", "two"]
+
+
+def test_an_xz_file_that_asks_for_gigabytes_of_memory_is_refused(tmp_path: Path) -> None:
+    data = bytearray(lzma.compress(TEXT))
+    header = data[12:24]  # of the first block: its length, flags, the filter with the size of its dictionary, checksum
+    assert header[2:4] == b"\x21\x01"
+    header[4] = 40  # 4 GB
+    header[8:] = struct.pack("<L", zlib.crc32(header[:8]))
+    data[12:24] = header
+    assert "emory" in refusal(lambda: list(read_lines(Path(write(tmp_path / "a.xz", bytes(data))))))
 
 
 @each_codec

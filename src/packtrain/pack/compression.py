@@ -10,14 +10,17 @@ import re
 import zlib
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import TYPE_CHECKING, BinaryIO, NamedTuple, cast
+from functools import partial
+from typing import TYPE_CHECKING, Any, BinaryIO, NamedTuple, cast
 
 from packtrain.errors import Mistake
 
 if TYPE_CHECKING:
     from _typeshed import WriteableBuffer
 
-_ZSTD_BYTES = 1 << 10  # read at once: zstd packs up to 32,768 times as much into them, and gives all of it at once
+_PACKED_BYTES = 1 << 10  # read at once: zstd packs up to 32,768 times as much into them, and gives all of it at once
+_READ_BYTES = 1 << 16
+_XZ_MEMORY = 256 << 20  # `xz -9` needs 65 MB, and a file could ask for 4 GB; zstandard's own limit is 128 MB
 _START_BYTES = 10
 
 
@@ -30,48 +33,90 @@ class Codec(NamedTuple):
     opened: Callable[[BinaryIO], object]
 
 
-class _Unzstd(io.RawIOBase):
-    """The contents of a zstd file, as a stream; unlike zstandard's own reader, it refuses a truncated file."""
+class _ZstdFrame:
+    """A zstd frame, with the interface of `bz2.BZ2Decompressor`."""
 
-    def __init__(self, file: BinaryIO) -> None:
+    def __init__(self) -> None:
         import zstandard  # here: other formats do not wait for it
 
-        self._file, self._error, self._decompressor = file, zstandard.ZstdError, zstandard.ZstdDecompressor()
-        self._frame = self._decompressor.decompressobj()
-        self._is_inside = False  # of a frame
-        self._packed = b""
+        self._error, self._frame = zstandard.ZstdError, zstandard.ZstdDecompressor().decompressobj()
         self._ready = memoryview(b"")
+
+    @property
+    def needs_input(self) -> bool:
+        return not self._ready
+
+    @property
+    def eof(self) -> bool:
+        return self._frame.eof and not self._ready
+
+    @property
+    def unused_data(self) -> bytes:
+        return self._frame.unused_data
+
+    def decompress(self, packed: bytes, max_length: int) -> memoryview:
+        if packed:
+            try:
+                self._ready = memoryview(self._frame.decompress(packed))
+            except self._error as error:
+                raise OSError(str(error)) from error
+        data, self._ready = self._ready[:max_length], self._ready[max_length:]
+        return data
+
+
+class _Frames(io.RawIOBase):
+    """The contents of a file of frames, as a stream; zeros may follow a frame.
+
+    The readers of bz2 and lzma take a damaged frame after the first for the end of the file, and that of zstandard a
+    file that was cut off.
+    """
+
+    def __init__(self, file: BinaryIO, start: Callable[[], Any]) -> None:
+        self._file, self._start, self._frame = file, start, start()
 
     def readable(self) -> bool:
         return True
 
     def readinto(self, buffer: WriteableBuffer) -> int:
-        while not self._ready:
-            packed = self._packed or self._file.read(_ZSTD_BYTES)
-            if not packed:
-                if self._is_inside:
-                    raise EOFError("ended before the end of its last frame")
-                return 0
-            try:
-                self._ready = memoryview(self._frame.decompress(packed))
-            except self._error as error:
-                raise OSError(str(error)) from error
-            self._packed, self._is_inside = self._frame.unused_data, not self._frame.eof
-            if self._frame.eof:
-                self._frame = self._decompressor.decompressobj()
         with memoryview(buffer).cast("B") as view:
-            size = min(len(view), len(self._ready))
-            view[:size] = self._ready[:size]
-        self._ready = self._ready[size:]
-        return size
+            data = self._read(len(view))
+            view[: len(data)] = data
+        return len(data)
+
+    def _read(self, size: int) -> bytes:
+        data = b""
+        while not data:
+            packed = b""
+            if self._frame.eof:
+                packed = self._next_frame(self._frame.unused_data)
+                if not packed:
+                    break
+                self._frame = self._start()
+            elif self._frame.needs_input:
+                packed = self._file.read(_PACKED_BYTES)
+                if not packed:
+                    raise EOFError("ended before the end of its last frame")
+            data = self._frame.decompress(packed, size)
+        return data
+
+    def _next_frame(self, packed: bytes) -> bytes:
+        """Return the start of the next frame, after any zeros; nothing at the end of the file."""
+        packed = packed.lstrip(b"\0")
+        while not packed and (read := self._file.read(_PACKED_BYTES)):
+            packed = read.lstrip(b"\0")
+        return packed
+
+
+def _framed(start: Callable[[], Any]) -> Callable[[BinaryIO], io.BufferedReader]:
+    return lambda file: io.BufferedReader(_Frames(file, start), _READ_BYTES)
 
 
 CODECS = (
     Codec(".gz", "gunzip", re.compile(rb"\x1f\x8b"), gzip.open),
     # Text may begin with "BZh": the digits of pi follow, or those of its square root in an empty file.
-    Codec(".bz2", "bunzip2", re.compile(rb"BZh[1-9](1AY&SY|\x17rE8P\x90)"), bz2.open),
-    Codec(".xz", "unxz", re.compile(rb"\xfd7zXZ\0"), lzma.open),
-    Codec(".zst", "unzstd", re.compile(rb"\x28\xb5\x2f\xfd"), lambda file: io.BufferedReader(_Unzstd(file))),
+    Codec(".bz2", "bunzip2", re.compile(rb"BZh[1-9](1AY&SY|\x17rE8P\x90)"), _framed(bz2.BZ2Decompressor)),
+    Codec(".xz", "unxz", re.compile(rb"\xfd7zXZ\0"), _framed(partial(lzma.LZMADecompressor, memlimit=_XZ_MEMORY))),
+    Codec(".zst", "unzstd", re.compile(rb"\x28\xb5\x2f\xfd"), _framed(_ZstdFrame)),
 )
 
 
