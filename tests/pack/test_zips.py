@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from pack.rawsets import MANY, picture, refusal, write, zipped
+from pack.rawsets import MANY, picture, refusal, tar, write, zipped
 from packtrain.pack.archive import archive_members, is_archive, is_zip, member_of, zip_members
 
 PICTURES = [("a.jpg", picture(1)), ("deep/b.jpg", picture(2)), ("empty", b"")]
@@ -37,6 +37,18 @@ def test_self_extracting_and_zip64_files_are_read(tmp_path: Path) -> None:
         member.write(picture())
     [found] = zip_members(write(tmp_path / "large.zip", file.getvalue()))
     assert found.where.read(MANY) == picture()
+
+
+def test_a_program_without_a_zip_is_called_that(tmp_path: Path) -> None:
+    path = write(tmp_path / "set.exe", b"MZ\x90\0" + bytes(5000))
+    said = refusal(lambda: list(archive_members(path)))
+    assert said == f"{path}: a program without a zip at its end; unpack it first"
+
+
+def test_a_tar_may_start_like_a_program(tmp_path: Path) -> None:
+    path = write(tmp_path / "a.tar", tar([("MZ/a.jpg", picture())]))
+    assert is_archive(path)
+    assert [one.name for one in archive_members(path)] == ["MZ/a.jpg"]
 
 
 def test_a_zip_of_more_than_4_gigabytes_is_read(tmp_path: Path) -> None:

@@ -70,9 +70,8 @@ _ZIP_DOS = {0, 6, 10, 14}  # systems of DOS, OS/2 and Windows
 _ZIP_ENCRYPTED, _ZIP_UTF8 = 0x1, 0x800  # flags
 _ZIP_STORED, _ZIP_DEFLATED = 0, 8
 
-_NAMED_IN = re.compile(
-    r"\.(?:zip|exe|tar|tgz|tar\.gz)(?:\?[^#]*)?(#)", re.IGNORECASE
-)  # perhaps after the query of a URL
+# Perhaps after the query of a URL.
+_NAMED_IN = re.compile(r"\.(?:zip|exe|tar|tgz|tar\.gz)(?:\?[^#]*)?(#)", re.IGNORECASE)
 
 
 @dataclass(frozen=True, slots=True)
@@ -372,6 +371,8 @@ class _Tar:
             try:
                 parse_tar_header(start)
             except MemberError as error:
+                if start.startswith(_PROGRAMS):  # a name may start like that, too
+                    raise self._mistake("a program without a zip at its end; unpack it first") from None
                 raise self._mistake(f"not a tar: its first header {error}") from None
 
     def _refuse_trailing_data(self, position: int) -> None:
