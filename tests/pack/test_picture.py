@@ -210,6 +210,12 @@ def test_16_bit_color_becomes_8_bit() -> None:
     assert colors(picture_of(png_of(np.asarray(quarters()).astype(np.uint16) * 256 + 17, 2))) == UPRIGHT
 
 
+def test_a_transparent_color_of_16_bits_becomes_white() -> None:
+    values = np.asarray(quarters()).astype(np.uint16) * 256 + 17
+    red = struct.pack(">HHH", *values[4, 4])
+    assert colors(picture_of(png_of(values, 2, red))) == ["white", "green", "blue", "white"]
+
+
 def half_gray() -> np.ndarray:
     """Gray of 16 bits above a lower half of black."""
     values = np.full((48, 64), 0x8011, np.uint16)
@@ -309,7 +315,7 @@ def test_an_unusable_file_is_dropped_with_a_reason(data: bytes, reason: str) -> 
     assert reason_for(data) == reason
 
 
-@pytest.mark.parametrize("mode", ["L", "RGB"])
+@pytest.mark.parametrize("mode", ["L", "RGB", "CMYK"])
 @pytest.mark.parametrize("progressive", [False, True])
 @pytest.mark.parametrize("missing", [1, 2])
 def test_a_jpeg_without_its_end_marker_keeps_all_pixels(mode: str, progressive: bool, missing: int) -> None:
@@ -322,9 +328,10 @@ def test_a_truncated_jpeg_is_dropped(kept: int) -> None:
     assert reason_for(JPEG[:kept]) in ("cut off", "damaged")
 
 
+@pytest.mark.parametrize("mode", ["L", "RGB", "CMYK"])
 @pytest.mark.parametrize("progressive", [False, True])
-def test_a_truncated_jpeg_with_an_end_marker_is_dropped(progressive: bool) -> None:
-    data = saved(photo(200, 150), "JPEG", progressive=progressive)
+def test_a_truncated_jpeg_with_an_end_marker_is_dropped(progressive: bool, mode: str) -> None:
+    data = saved(photo(200, 150).convert(mode), "JPEG", progressive=progressive)
     assert reason_for(data[: len(data) // 2] + b"\xff\xd9") == "cut off"
 
 

@@ -31,6 +31,7 @@ import numpy as np
 import simplejpeg
 from PIL import Image, UnidentifiedImageError
 from PIL.JpegImagePlugin import JpegImageFile, get_sampling
+from PIL.PngImagePlugin import PngImageFile
 from PIL.TiffImagePlugin import TiffImageFile
 
 from packtrain.pack.tiles import MAX_SIDE, BadTiles, Coding, Tiled, encode, read_frame, with_size
@@ -197,15 +198,18 @@ def _in_whole_blocks(data: bytes, image: Image.Image, coding: Coding) -> Image.I
 def _pixels(jpeg: bytes, mode: str, *, blend_colors: bool = True) -> Image.Image:
     if mode == "L":
         return Image.fromarray(simplejpeg.decode_jpeg(jpeg, "GRAY")[:, :, 0])
+    if mode == "CMYK":
+        inks = simplejpeg.decode_jpeg(jpeg, "CMYK")
+        return Image.frombytes("CMYK", inks.shape[1::-1], inks.tobytes(), "raw", "CMYK;I").convert("RGB")
     return Image.fromarray(simplejpeg.decode_jpeg(jpeg, fastupsample=not blend_colors))
 
 
 def _decoded_jpeg(data: bytes, image: Image.Image) -> Image.Image | None:
-    """Return the pixels of a gray or RGB JPEG, or None if only Pillow can decode it.
+    """Return the pixels of a JPEG, or None if only Pillow can decode it.
 
     Pillow is the second choice: it silently fills a truncated image with gray.
     """
-    if not isinstance(image, JpegImageFile) or image.mode not in ("L", "RGB"):
+    if not isinstance(image, JpegImageFile):
         return None
     try:
         return _pixels(data, image.mode)
@@ -220,7 +224,10 @@ def _decoded_jpeg(data: bytes, image: Image.Image) -> Image.Image | None:
 
 def _flat(image: Image.Image) -> Image.Image:
     """Return the image as 8-bit L or RGB."""
+    is_deep = isinstance(image, PngImageFile) and [tile[3] for tile in image.tile] == ["RGB;16B"]
     image.load()
+    if is_deep and "transparency" in image.info:  # one color of a PNG, which Pillow leaves at 16 bits
+        image.info["transparency"] = tuple(value >> 8 for value in image.info["transparency"])
     if image.mode.startswith("I;16"):
         values = np.asarray(image)
         gray = (values >> 8).astype(np.uint8)
