@@ -158,10 +158,9 @@ def changes_of(folder: Path) -> list[float]:
     for path in sorted(path for path in folder.rglob("*") if path.suffix.lower() in (".jpg", ".jpeg")):
         data = path.read_bytes()
         try:
-            packed = to_tiled(data)
-        except UnusableImage:
+            before, after = (decode_jpeg(jpeg).astype(np.int16) for jpeg in (data, to_tiled(data).jpeg))
+        except (UnusableImage, ValueError):  # one of them cannot decode it
             continue
-        before, after = (decode_jpeg(jpeg).astype(np.int16) for jpeg in (data, packed.jpeg))
         if before.shape == after.shape:  # not rotated
             changes.append(float(np.abs(before - after).mean()))
     return changes

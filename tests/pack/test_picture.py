@@ -98,6 +98,32 @@ def test_colors_out_of_range_and_progressive_files_change_little(subsampling: in
         assert difference(picture_of(data), opened(data)) < 0.01
 
 
+@pytest.mark.parametrize("subsampling", SUBSAMPLINGS)
+def test_colors_that_rgb_cannot_hold_stay(subsampling: int) -> None:
+    """Beside an edge of a bright color, a JPEG stores colors beyond it, which viewers cut off."""
+    bright = Image.fromarray(np.random.default_rng(0).integers(0, 2, (12, 12, 3), np.uint8) * 255)
+    data = saved(bright.resize((96, 96), Image.Resampling.BICUBIC), "JPEG", quality=90, subsampling=subsampling)
+    assert difference(picture_of(data), opened(data)) < 0.2
+
+
+@pytest.mark.parametrize("marker", [b"Adobe", b"other"], ids=["marker", "names of components"])
+def test_a_jpeg_that_is_stored_as_rgb_keeps_its_colors(marker: bytes) -> None:
+    data = saved(photo(121, 91), "JPEG", quality=95, keep_rgb=True).replace(b"Adobe", marker)
+    shown = picture_of(data)
+    assert get_sampling(shown) == 0
+    assert difference(shown, opened(data)) < 0.1
+
+
+def test_the_marker_of_jfif_says_that_a_jpeg_is_not_stored_as_rgb() -> None:
+    data = bytearray(saved(quarters(), "JPEG", quality=95, subsampling=0))
+    frame = data.index(b"\xff\xc0")
+    scan = data.index(b"\xff\xda")
+    for at in (frame + 10, scan + 5):
+        for component, name in enumerate(b"RGB"):
+            data[at + (3 if at < scan else 2) * component] = name
+    assert difference(picture_of(bytes(data)), opened(bytes(data))) < 0.2
+
+
 def test_a_smaller_copy_is_made_of_blended_colors() -> None:
     """As every viewer shows them: only what is coded again in its own size goes without."""
     data = saved(quarters(), "JPEG", subsampling=2, quality=90)
