@@ -124,6 +124,11 @@ LAYOUTS: dict[str, tuple[str, list[str], list[list[str]]]] = {
         ["train.de.xz", "train.en.xz", "dev.de.xz", "dev.en.xz"],
         [["train.de.xz", "train.en.xz"], ["dev.de.xz", "dev.en.xz"], []],
     ),
+    "texts compressed in several ways": (
+        "translate",
+        ["train.de.xz", "train.en", "train.en.gz", "dev.de", "dev.en.ZST"],
+        [["train.de.xz", "train.en"], ["dev.de", "dev.en.ZST"], []],
+    ),
     "replies": ("chat", ["a_train.txt", "a_valid.txt"], [["a_train.txt"], ["a_valid.txt"], []]),
     "coco": (
         "caption",

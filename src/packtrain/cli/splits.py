@@ -174,18 +174,17 @@ def _texts(entries: Sequence[_Entry], ask: Ask, notes: list[str]) -> Found:
         for entry in entries
         if entry.word and not entry.is_folder and not plain_name(entry.path.name).endswith(_NOT_TEXT)
     ]
-    patterns = sorted({entry.pattern for entry in files if entry.split == "train"})
-    names = {plain_name(pattern).rpartition("*")[2].strip("._-") or pattern: pattern for pattern in patterns}
+    # However each is compressed; of a file and a compressed copy of it the file is taken, which is the first.
+    places = {(entry.word, plain_name(entry.pattern)): str(entry.path) for entry in reversed(files)}
+    patterns = sorted(pattern for word, pattern in places if _WORDS[word] == "train")
+    names = {pattern.rpartition("*")[2].strip("._-") or pattern: pattern for pattern in patterns}
     if len(names) < 2:
         return {}
-    pair = _languages(names, ask, notes)
+    source, target = _languages(names, ask, notes)
     found: dict[str, list[Paths]] = {}
     for word, split in _WORDS.items():
-        paths = [
-            str(entry.path) for pattern in pair for entry in files if (entry.word, entry.pattern) == (word, pattern)
-        ]
-        if len(paths) == 2:
-            found.setdefault(split, []).append((paths[0], paths[1]))
+        if (word, source) in places and (word, target) in places:
+            found.setdefault(split, []).append((places[word, source], places[word, target]))
     return found
 
 
