@@ -118,8 +118,9 @@ def _body(
         yield ""
         yield (
             "It learned from pictures as a pack stores them: JPEGs that were coded again. Their pixels differ from the"
-            " originals by 0.003 to 0.05 of 255 on average in photographs, and by 0.16 in drawings, so answers for the"
-            " originals may differ."
+            " originals by 0.003 to 0.05 of 255 on average in photographs, and by 0.16 in drawings. Packtrain"
+            " prepares pictures in the same way when it predicts; programs that decode the originals may get other"
+            " answers."
         )
     yield ""
     yield "## How it was made"
