@@ -60,6 +60,18 @@ def test_the_directory_is_restored_as_it_was_committed(any_store: Store, tmp_pat
     assert told.kinds() == ["restored"]
 
 
+def test_a_restore_that_a_newer_generation_has_overtaken_changes_nothing(
+    directory_store: Store, tmp_path: Path
+) -> None:
+    """Both have waited for a slow restore before them, and a lock has no order."""
+    keeping = checkpoints(new_run(directory_store), tmp_path / "ckpt")
+    keeping.restore(3, is_first=True)
+    write_files(tmp_path / "ckpt", {"of generation 3": b"x"})
+    with pytest.raises(Superseded, match="generation 3 has started; not restoring for 2"):
+        keeping.restore(2, is_first=True)
+    assert read_files(tmp_path / "ckpt") == {"of generation 3": b"x"}
+
+
 def test_files_that_the_program_deleted_stay_deleted(directory_store: Store, tmp_path: Path) -> None:
     run = new_run(directory_store)
     keeping = checkpoints(run, tmp_path / "one")

@@ -20,7 +20,7 @@ from pathlib import Path
 from packtrain.job.job import CheckpointSettings
 from packtrain.node.metrics import ProgramMetrics
 from packtrain.node.workspace import Fingerprint, Workspace, fingerprint
-from packtrain.run.checkpoint import Checkpoint, commit, committed, fetch_newest, prune
+from packtrain.run.checkpoint import Checkpoint, Superseded, commit, committed, fetch_newest, prune
 from packtrain.run.records import TellEvent
 from packtrain.run.run import Run
 from packtrain.train.control import CHECKPOINTS_VARIABLE
@@ -46,12 +46,16 @@ class ProgramCheckpoints:
         self._committed: Fingerprint = {}
         self._last = clock()
         self._restoring = threading.Lock()
+        self._generation = 0  # the latest that was to be restored for
         self.restored: Checkpoint | None = None
         self.resume: tuple[str, ...] = ()  # arguments that follow the program's own at the next start
 
     def restore(self, generation: int, is_first: bool) -> None:
         """Restore the directory as it was last committed; empty for a new run."""
+        self._generation = max(generation, self._generation)
         with self._restoring:  # an earlier restore that is no longer needed may still be running
+            if generation < self._generation:  # or waiting: the workers of a newer generation may use the directory
+                raise Superseded(f"generation {self._generation} has started; not restoring for {generation}")
             if self._workspace is not None:  # first: from here on, outputs of older generations come too late
                 self._workspace.restore_outputs(generation, is_first)
             self._restore()
