@@ -505,7 +505,7 @@ def test_an_output_that_no_list_names_is_removed_when_the_run_ends(
     assert run.result() is not None
     one.node.work()
     assert [entry.key for entry in run.store.list(run.key("outputs"))] == [
-        run.key("outputs/lists/000001-000000000.json")
+        run.key("outputs/lists/000001-000000001.json")
     ]
 
 

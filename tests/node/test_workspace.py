@@ -14,7 +14,7 @@ from packtrain.errors import Mistake
 from packtrain.node.program import ProgramCheckpoints
 from packtrain.node.workspace import Workspace, visible
 from packtrain.run.checkpoint import Superseded
-from packtrain.run.code import snapshot
+from packtrain.run.code import archive, snapshot
 from packtrain.run.outputs import OutputList, chosen, fetch_file, kept_files, newest_list, put_list
 from packtrain.run.run import Run, create_run
 from packtrain.store import Store, StoreError
@@ -188,6 +188,100 @@ def test_a_restore_of_outputs_that_is_tried_again_removes_nothing(directory_stor
     faulty.refuse()
     first.restore_outputs(2, is_first=True)
     assert read_files(tmp_path / "code") == {"train.py": b"", "out/log": b"1 2"}
+
+
+def lose_answers_of_lists(store: FaultyStore) -> None:
+    """Each list is put, and the machine never learns that."""
+    away = StoreError("the store is away", temporary=True)
+    store.fault = lambda operation, key: away if operation == "put" and "/lists/" in key else None
+    store.answers_get_lost = True
+
+
+def test_a_machine_that_stays_the_first_keeps_its_files_though_it_does_not_know_that_its_list_has_arrived(
+    directory_store: Store, tmp_path: Path
+) -> None:
+    faulty = FaultyStore(directory_store)
+    run = new_run(faulty, program_job(outputs=["out"]))
+    first = workspace(run, tmp_path / "code")
+    write_files(tmp_path / "code", {"out/log": b"1"})
+    lose_answers_of_lists(faulty)
+    with pytest.raises(StoreError):
+        first.keep_outputs(1)
+    faulty.refuse()
+    files = {"out/log": b"1 2", "out/new": b"n"}
+    write_files(tmp_path / "code", files)
+    first.restore_outputs(2, is_first=True)
+    first.keep_outputs(2)
+    assert kept(run) == files
+
+
+def test_a_file_that_the_program_removed_stays_removed_though_a_list_with_it_arrives_late(
+    directory_store: Store, tmp_path: Path
+) -> None:
+    faulty = FaultyStore(directory_store)
+    run = new_run(faulty, program_job(outputs=["out"]))
+    first = workspace(run, tmp_path / "code")
+    write_files(tmp_path / "code", {"out/log": b"1"})
+    first.keep_outputs(1)
+    write_files(tmp_path / "code", {"out/part": b"p"})
+    lose_answers_of_lists(faulty)
+    with pytest.raises(StoreError):
+        first.keep_outputs(1)
+    faulty.refuse()
+    (tmp_path / "code/out/part").unlink()
+    first.keep_outputs(1)
+    assert kept(run) == {"out/log": b"1"}
+
+
+def test_a_machine_that_takes_over_again_keeps_nothing_of_its_own_though_its_restore_is_tried_twice(
+    directory_store: Store, tmp_path: Path
+) -> None:
+    faulty = FaultyStore(directory_store)
+    run = new_run(faulty, program_job(outputs=["out"]))
+    first = workspace(run, tmp_path / "first")
+    write_files(tmp_path / "first", {"out/log": b"1"})
+    first.keep_outputs(1)
+    write_files(tmp_path / "first", {"out/log": b"1, cut off", "out/more": b""})
+    workspace(Run(directory_store, run.name), tmp_path / "second", generation=2)
+    faulty.refuse("get_file")
+    with pytest.raises(StoreError):
+        first.restore_outputs(3, is_first=True)
+    faulty.refuse()
+    first.restore_outputs(3, is_first=True)
+    assert read_files(tmp_path / "first") == {"train.py": b"", "out/log": b"1"}
+
+
+def test_a_machine_that_becomes_the_first_has_the_files_of_the_code_among_the_outputs(
+    directory_store: Store, tmp_path: Path
+) -> None:
+    code = {"train.py": b"", "out/table.csv": b"a,b", "out/list": b"1", "out/kept": b"c"}
+    run = create_run(directory_store, program_job(outputs=["out"]), archive(code), None)
+    first, second = workspace(run, tmp_path / "first"), workspace(run, tmp_path / "second", is_first=False)
+    write_files(tmp_path / "first", {"out/kept": b"of rank 0"})
+    first.keep_outputs(1)
+    (tmp_path / "second/out/list").unlink()
+    write_files(tmp_path / "second", {"out/table.csv": b"of rank 1", "out/list/is": b"a folder", "out/kept": b"x"})
+    second.restore_outputs(2, is_first=True)
+    assert {name: (tmp_path / "second" / name).read_bytes() for name in code} == {**code, "out/kept": b"of rank 0"}
+    second.keep_outputs(2)
+    assert kept(run) == {"out/kept": b"of rank 0"}, "every machine has the code"
+
+
+def test_an_output_that_one_machine_could_not_read_stays_in_the_store(run: Run, tmp_path: Path) -> None:
+    first = workspace(run, tmp_path / "first")
+    write_files(tmp_path / "first", {"out/a": b"a", "out/b": b"b"})
+    first.keep_outputs(1)
+    keys = {name: file.key for name, file in kept_files(run).items()}
+    for key in keys.values():
+        run.store.put(key, b"x")
+    second = workspace(run, tmp_path / "second", generation=2)
+    write_files(tmp_path / "second", {"out/b": b"new"})
+    second.keep_outputs(2)
+    run.store.put(keys["out/a"], b"a")
+    assert kept(run) == {"out/a": b"a", "out/b": b"new"}
+    (tmp_path / "second/out/b").unlink()
+    second.keep_outputs(2)
+    assert kept(run) == {"out/a": b"a"}
 
 
 def test_an_output_that_is_damaged_in_the_store_is_named_and_left_out(run: Run, tmp_path: Path) -> None:

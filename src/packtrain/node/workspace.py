@@ -18,7 +18,7 @@ from pathlib import Path, PurePosixPath
 
 from packtrain.job.job import CodeOrigin
 from packtrain.run.checkpoint import Superseded, refuse_superseded
-from packtrain.run.code import unpack
+from packtrain.run.code import files_of, unpack
 from packtrain.run.inputs import is_remote, staged
 from packtrain.run.outputs import MAX_OUTPUTS, Output, OutputList, newest_list, output_key, put_list, upload_name
 from packtrain.run.records import TellEvent
@@ -46,10 +46,11 @@ class Workspace:
         self._named: set[str] = set()
         self._using = threading.Lock()  # of what follows, by a commit of the generation before
         self._generation = 0
-        self._list: OutputList | None = None  # the last that this machine has put
-        self._number = 0  # of the next one
+        self._own_generations: set[int] = set()  # that this machine has led since it last took over
+        self._number = 0  # of the last list that this machine has put
+        self._listed: set[Output] | None = None  # files in the newest list; None if a put failed and may still arrive
         self._kept: dict[str, tuple[FileState, Output]] = {}  # files that the store has as they are here
-        self._foreign: tuple[Output, ...] = ()  # that the run has kept, and the job does not name anymore
+        self._only_stored: dict[str, Output] = {}  # that the store has, and this machine does not
 
     def prepare(self) -> None:
         """Write the code, and link what is beside it in the directory that it came from, if this machine sees that."""
@@ -71,43 +72,60 @@ class Workspace:
             newest = newest_list(self._run)
             listed = newest.files if newest is not None else ()
             # This machine put that list: what its program has written since is here and nowhere else.
-            continues = (
-                is_first
-                and newest is not None
-                and self._list is not None
-                and newest.generation in (self._list.generation, generation)  # this one, if this is tried again
-                and newest.files == self._list.files
-            )
-            if is_first and (newest is None or newest.generation < generation):
-                newest = OutputList(generation, 0, listed)
-                put_list(self._run, newest)
-            if not continues:
+            continues = is_first and newest is not None and newest.generation in self._own_generations
+            self._own_generations = {*self._own_generations, generation} if continues else set()
+            if is_first:
+                self._put_list(generation, listed)
+            if continues:
+                stored = set(listed)
+                self._kept = {name: state for name, state in self._kept.items() if state[1] in stored}
+                self._only_stored = {name: file for name, file in self._only_stored.items() if file in stored}
+            else:
                 self._restore(listed, is_first)
-            stored = set(listed)
-            self._kept = {name: state for name, state in self._kept.items() if state[1] in stored}
-            self._foreign = tuple(file for file in listed if not self._is_output(file.name))
-            self._list, self._number = newest if is_first else None, 1 if newest is None else newest.number + 1
+            if is_first:  # and has everything
+                self._own_generations.add(generation)
 
     def _restore(self, listed: Iterable[Output], is_first: bool) -> None:
         """Fetch the outputs of the list; the first machine, whose outputs the run keeps, has no others."""
         # The job is what was trusted: the store may have other names.
         wanted = {file.name: file for file in listed if self._is_output(file.name)}
         now = self._outputs_now()
-        for name in now.keys() - wanted.keys() if is_first else ():
-            (self._directory / name).unlink(missing_ok=True)
+        self._kept = {
+            name: (state, file)
+            for name, (state, file) in self._kept.items()
+            if now.get(name) == state and wanted.get(name) == file
+        }
+        if is_first:
+            for name in now.keys() - wanted.keys():
+                (self._directory / name).unlink(missing_ok=True)
+            self._restore_code(wanted)
         for name, file in wanted.items():
-            if name in now and self._kept.get(name) == (now[name], file):
-                continue
-            path = _make_room(self._directory, name)
-            try:
-                self._run.store.get_file(output_key(self._run, file.upload, name), path, limit=file.bytes)
-                if sha256_of(path) != file.sha256:
-                    raise DamagedObject(f"{name} does not match its digest")
-            except (ObjectNotFound, DamagedObject) as error:
-                path.unlink(missing_ok=True)
-                self._tell("warning", f"output {name} is not restored: {error}")
-            else:
-                self._kept[name] = (_state(path.stat()), file)
+            if name not in self._kept:
+                self._fetch(file)
+        self._only_stored = {file.name: file for file in listed if file.name not in self._kept}
+
+    def _fetch(self, file: Output) -> None:
+        path = _make_room(self._directory, file.name)
+        try:
+            self._run.store.get_file(output_key(self._run, file.upload, file.name), path, limit=file.bytes)
+            if sha256_of(path) != file.sha256:
+                raise DamagedObject(f"{file.name} does not match its digest")
+        except (ObjectNotFound, DamagedObject) as error:
+            path.unlink(missing_ok=True)
+            self._tell("warning", f"output {file.name} is not restored: {error}")
+        else:
+            self._kept[file.name] = (_state(path.stat()), file)
+
+    def _restore_code(self, wanted: Collection[str]) -> None:
+        """Write the files of the code among the outputs again that this machine's program has changed or deleted."""
+        code = {name: state for name, state in self._before.items() if self._is_output(name) and name not in wanted}
+        now = fingerprint(self._directory) if code else {}
+        changed = {name for name, state in code.items() if now.get(name) != state}
+        for file in files_of(self._run.code) if changed else ():
+            if file.name in changed:
+                path = _make_room(self._directory, file.name)
+                file.write(path)
+                self._before[file.name] = _state(path.stat())
 
     def stage_inputs(self) -> None:
         """Have the job's data on this machine, each under its name in one folder."""
@@ -139,13 +157,15 @@ class Workspace:
                 self._upload(generation, upload, name, now[name])
             for name in self._kept.keys() - now.keys():
                 del self._kept[name]
-            assert self._list is not None
-            files = (*self._foreign, *(file for _, file in self._kept.values()))
-            if set(files) != set(self._list.files):
-                outputs = OutputList(generation, self._number, files)
-                self._number += 1  # whether the put succeeds or not: it may still arrive
-                put_list(self._run, outputs)
-                self._list = outputs
+            files = (*self._only_stored.values(), *(file for _, file in self._kept.values()))
+            if set(files) != self._listed:
+                self._put_list(generation, files)
+
+    def _put_list(self, generation: int, files: tuple[Output, ...]) -> None:
+        self._number += 1  # a new one for each try: one that failed may still arrive
+        self._listed = None
+        put_list(self._run, OutputList(generation, self._number, files))
+        self._listed = set(files)
 
     def _upload(self, generation: int, upload: str, name: str, state: FileState) -> None:
         with tempfile.TemporaryDirectory(prefix="copy-", dir=self._directory.parent) as folder:
@@ -157,6 +177,7 @@ class Workspace:
             self._check_is_current(generation)
             self._run.store.put_file(output_key(self._run, upload, name), copy)
             self._kept[name] = (state, Output(name, upload, copy.stat().st_size, sha256_of(copy)))
+            self._only_stored.pop(name, None)
 
     def _check_is_current(self, generation: int) -> None:
         if generation != self._generation:

@@ -133,6 +133,10 @@ class CodeFile:
     mode: int
     data: bytes
 
+    def write(self, path: Path) -> None:
+        path.write_bytes(self.data)
+        path.chmod(self.mode)
+
 
 def files_of(data: bytes, max_bytes: int = MAX_SNAPSHOT_BYTES) -> Iterator[CodeFile]:
     """Yield the snapshot's files. Anything but regular files inside the directory is refused."""
@@ -170,8 +174,7 @@ def unpack(data: bytes, directory: Path, max_bytes: int = MAX_SNAPSHOT_BYTES) ->
         for file in files_of(data, max_bytes):
             path = directory / file.name
             path.parent.mkdir(parents=True, exist_ok=True)
-            path.write_bytes(file.data)
-            path.chmod(file.mode)
+            file.write(path)
     except (OSError, ValueError) as error:
         raise PacktrainError(f"cannot unpack the run's code: {error}") from error
 
