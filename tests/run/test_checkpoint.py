@@ -610,6 +610,14 @@ def test_checkpoints_without_a_score_are_not_among_the_best() -> None:
     assert superfluous(made, keep_last=1, keep_best=4) == [made[0], made[2]]
 
 
+def test_of_commits_that_reached_the_same_step_the_newest_are_kept() -> None:
+    steps = [None, 10, 10, 10, 20, 20, 20, 5, 20, 20]
+    made = [Checkpoint(FORMAT, str(step), step, 1, None, (), reached) for step, reached in enumerate(steps)]
+    assert superfluous(made[:7], keep_last=2, keep_best=0) == made[:5]
+    assert superfluous(made[:8], keep_last=2, keep_best=0) == made[:5]
+    assert superfluous(made, keep_last=2, keep_best=0) == made[:8]
+
+
 def test_a_late_checkpoint_is_skipped_only_if_a_newer_generation_started_at_an_earlier_step(
     directory_store: Store, tmp_path: Path
 ) -> None:

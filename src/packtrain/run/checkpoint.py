@@ -281,10 +281,10 @@ def superfluous(checkpoints: list[Checkpoint], keep_last: int, keep_best: int) -
     """Return the checkpoints that no rule keeps, given those of `committed`. Those of another format stay."""
     newest = checkpoints[-max(1, keep_last) :]  # always one: a run must be able to resume
     scored = sorted(filter(is_scored, checkpoints), key=_merit, reverse=True)
-    # Of a program that did not resume, but started again, the newest are not the farthest.
-    farthest = sorted(
-        (one for one in checkpoints if one.reached is not None), key=lambda one: one.reached or 0, reverse=True
-    )
+    # Of a program that did not resume, but started again, the newest are not the farthest. Of those that are equally
+    # far, as of a program that logs a step once an epoch, they are.
+    stepped = [one for one in reversed(checkpoints) if one.reached is not None]
+    farthest = sorted(stepped, key=lambda one: one.reached or 0, reverse=True)
     kept = {one.name for one in [*newest, *scored[:keep_best], *farthest[: max(1, keep_last)]]}
     return [one for one in checkpoints if one.name not in kept and one.format == FORMAT]
 
