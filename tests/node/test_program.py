@@ -175,7 +175,8 @@ def test_links_and_names_that_no_store_can_hold_are_not_committed(directory_stor
     run = new_run(directory_store)
     keeping = checkpoints(run, tmp_path / "ckpt")
     keeping.restore(1, is_first=True)
-    write_files(tmp_path / "ckpt", {"a": b"1", ".tmp-half": b"x", "line\nbreak": b"x"})
+    too_long = "/".join(["x" * 90] * 10)
+    write_files(tmp_path / "ckpt", {"a": b"1", ".tmp-half": b"x", "line\nbreak": b"x", too_long: b"x"})
     (tmp_path / "ckpt" / "latest").symlink_to("a")
     keeping.commit(1)
     assert newest_files(run, tmp_path / "back") == {"a": b"1"}

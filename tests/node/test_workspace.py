@@ -119,6 +119,15 @@ def test_outputs_never_go_through_a_link_into_the_persons_own_directory(director
     assert [path.name for path in (source / "res/out").iterdir()] == ["old"]
 
 
+def test_a_name_that_no_store_can_hold_keeps_no_other_output_back(any_store: Store, tmp_path: Path) -> None:
+    run = create_run(any_store, program_job("j" * 60, outputs=["out"]), archive({}), None)
+    made = workspace(run, tmp_path / "code")
+    longest, too_long = ("out/" + "/".join([*["x" * 99] * 8, "x" * length]) for length in (99, 150))
+    write_files(tmp_path / "code", {longest: b"1", too_long: b"2"})
+    made.keep_outputs(1)
+    assert kept(run) == {longest: b"1"}
+
+
 def test_what_nothing_keeps_is_named_once(directory_store: Store, tmp_path: Path) -> None:
     told = Told()
     made = workspace(new_run(directory_store, program_job(outputs=["out"])), tmp_path / "code", told)

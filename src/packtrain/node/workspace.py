@@ -34,6 +34,7 @@ Fingerprint = dict[str, FileState]
 INPUTS = "data"  # the folder beside that of the code
 _NAMED = 5  # folders and files that the warning names
 _CACHES = "__pycache__"
+_FOLDER = "x" * 120  # as long as the longest folder of a run that files are put into
 
 
 class Workspace:
@@ -264,7 +265,7 @@ def fingerprint(directory: Path) -> Fingerprint:
     for path in sorted(directory.rglob("*")):
         name = str(path.relative_to(directory))
         try:
-            if path.is_file() and not path.is_symlink() and is_key(name):
+            if path.is_file() and not path.is_symlink() and is_key(f"{_FOLDER}/{name}"):
                 found[name] = _state(path.stat())
         except FileNotFoundError:
             continue
