@@ -13,9 +13,9 @@ import pytest
 from packtrain.errors import Mistake
 from packtrain.node.program import ProgramCheckpoints
 from packtrain.node.workspace import Workspace, visible
-from packtrain.run.checkpoint import Superseded
+from packtrain.run.checkpoint import Superseded, commit
 from packtrain.run.code import archive, snapshot
-from packtrain.run.outputs import OutputList, chosen, fetch_file, kept_files, newest_list, put_list
+from packtrain.run.outputs import OutputList, chosen, fetch_file, kept_files, newest_list, output_sizes, put_list
 from packtrain.run.run import Run, create_run
 from packtrain.store import Store, StoreError
 from parts.faulty import CHANGES, FaultyStore, Killed
@@ -441,6 +441,23 @@ def test_a_file_that_is_replaced_while_a_person_fetches_it_is_fetched_as_it_is_n
     made.keep_outputs(1)
     fetch_file(run, "out/log", listed["out/log"], tmp_path / "home")
     assert read_files(tmp_path / "home") == {"out/log": b"1 2"}
+
+
+def test_outputs_may_have_the_name_under_which_a_person_gets_checkpoints(
+    directory_store: Store, tmp_path: Path
+) -> None:
+    run = new_run(directory_store, program_job(outputs=["checkpoints"]))
+    made = workspace(run, tmp_path / "code")
+    write_files(tmp_path / "code", {"checkpoints/best.pt": b"1"})
+    made.keep_outputs(1)
+    commit(run, 1, 1, None, write_files(tmp_path, {"state": b"state"}))
+    assert output_sizes(run) == {"checkpoints/": [1]}
+    listed = kept_files(run)
+    write_files(tmp_path / "code", {"checkpoints/best.pt": b"1 2"})
+    made.keep_outputs(1)
+    for name, file in listed.items():
+        fetch_file(run, name, file, tmp_path / "home")
+    assert read_files(tmp_path / "home") == {"checkpoints/best.pt": b"1 2", "checkpoints/state": b"state"}
 
 
 def test_outputs_that_the_job_no_longer_names_stay(directory_store: Store, tmp_path: Path) -> None:

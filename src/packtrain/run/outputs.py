@@ -119,31 +119,32 @@ def _list_key(run: Run, outputs: OutputList) -> str:
 def kept_files(run: Run) -> dict[str, KeptFile]:
     """Return the files by name; those of the newest checkpoint are below `checkpoints/`."""
     newest = committed(run)[-1:]
-    found = {
+    checkpoint = {
         f"{CHECKPOINTS}/{file.name}": KeptFile(file_key(run, one.name, file.name), file.bytes, file.sha256)
         for one in newest
         for file in one.files
     }
+    return checkpoint | _outputs(run)
+
+
+def _outputs(run: Run) -> dict[str, KeptFile]:
     if run.job.program is None:
         prefix = trace_key(run, "")
         names = {entry.key.removeprefix(prefix): entry for entry in run.store.list(prefix)}
-        return found | {name: KeptFile(entry.key, entry.size) for name, entry in sorted(names.items()) if is_key(name)}
+        return {name: KeptFile(entry.key, entry.size) for name, entry in sorted(names.items()) if is_key(name)}
     outputs = newest_list(run)
     files = sorted(outputs.files, key=lambda file: file.name) if outputs is not None else ()
-    return found | {
-        file.name: KeptFile(output_key(run, file.upload, file.name), file.bytes, file.sha256) for file in files
-    }
+    return {file.name: KeptFile(output_key(run, file.upload, file.name), file.bytes, file.sha256) for file in files}
 
 
 def output_sizes(run: Run) -> dict[str, list[int]]:
     """Return the sizes of the files of each output: those that the job names, and other files or folders by name."""
     sizes: dict[str, list[int]] = {}
     named = [str(PurePosixPath(output)) for output in run.job.outputs]
-    for name, file in kept_files(run).items():
-        if not name.startswith(f"{CHECKPOINTS}/"):
-            folder = next((one for one in named if name.startswith(f"{one}/")), None)
-            output = f"{folder}/" if folder is not None else name if name in named else _top(name)
-            sizes.setdefault(output, []).append(file.size)
+    for name, file in _outputs(run).items():
+        folder = next((one for one in named if name.startswith(f"{one}/")), None)
+        output = f"{folder}/" if folder is not None else name if name in named else _top(name)
+        sizes.setdefault(output, []).append(file.size)
     return sizes
 
 
@@ -179,7 +180,7 @@ def fetch_file(run: Run, name: str, file: KeptFile, directory: Path) -> None:
                 run.store.get_file(file.key, part, limit=file.size)
                 break
             except ObjectNotFound:
-                newest = None if name.startswith(f"{CHECKPOINTS}/") else kept_files(run).get(name)
+                newest = _outputs(run).get(name)  # files of two checkpoints would not fit together
                 if newest in (None, file):
                     raise
                 file = newest  # a running program has replaced it since it was listed
