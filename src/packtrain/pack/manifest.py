@@ -14,7 +14,7 @@ from packtrain.run.records import Count, DamagedRecord, Digest, FileName, Many, 
 from packtrain.run.uses import Uses, refuse_discarded
 from packtrain.store import Store
 
-FORMAT = 3
+FORMAT = 4
 _MAX_BYTES = 128 << 20  # of a manifest: more than 10 TB of images
 _MAX_FILE_BYTES = 64 << 30  # of one file: a shard has some 20 MB, and a cache makes room for what a manifest says
 
