@@ -712,7 +712,7 @@ def test_the_others_are_asked_to_end_when_a_worker_fails(
 ) -> None:
     without_torch(monkeypatch)
     both = "trap 'echo asked; exit' TERM; touch $RANK.up; until [ -e 0.up ] && [ -e 1.up ]; do sleep 0.02; done"
-    program = plain(f"{both}; [ $RANK = 0 ] || exit 3; while :; do sleep 0.02; done", 2)
+    program = plain(f"{both}; [ $RANK = 0 ] || exit 3; exec 2> 0.err; while :; do sleep 0.02; done", 2)
     assert program.launch().wait(60) == 1
     assert program.said(0) == "asked\n"
     report = why_they_ended(1, 1, [], last_output(program.directories.logs), 0)
@@ -747,3 +747,14 @@ def test_a_plain_program_is_asked_to_stop_by_a_signal(plain: Callable[..., Plain
     launch.terminate()
     assert launch.wait(60) == 1
     assert program.said() == "up\nasked\n"
+
+
+@pytest.mark.usefixtures("processes")
+def test_the_program_of_a_script_is_asked_to_stop_and_has_time(plain: Callable[..., PlainProgram]) -> None:
+    inner = "trap 'echo asked; sleep 1; echo saved; exit' TERM; echo up; while :; do sleep 0.02; done"
+    program = plain(f'sh -c "{inner}"; echo after')
+    launch = program.launch()
+    until(lambda: (program.directories.logs / "0" / "stdout.log").exists() and "up" in program.said())
+    launch.terminate()
+    assert launch.wait(60) == 1
+    assert program.said() == "up\nasked\nsaved\n"

@@ -31,7 +31,7 @@ from packtrain.errors import PacktrainError
 from packtrain.job.launchers import asks_for_rank, command_of, is_python
 from packtrain.node.address import interface_of
 from packtrain.node.causes import LastOutput
-from packtrain.node.plain_launcher import PLAIN
+from packtrain.node.plain_launcher import PLAIN, is_alive
 from packtrain.node.workspace import INPUTS, visible
 from packtrain.run.records import Generation
 from packtrain.run.run import Run
@@ -358,7 +358,7 @@ class Launch:
     def _owes_answer(self) -> bool:
         """True if the server has not told the launcher's process id, or after its end the exit code, for too long."""
         now = time.monotonic()
-        if self._launcher is not None and _is_alive(self._launcher):
+        if self._launcher is not None and is_alive(self._launcher):
             self._owes_since, self._answer_seconds = now, ANSWER_SECONDS
         return now - self._owes_since > self._answer_seconds
 
@@ -433,12 +433,6 @@ def _discard(server: subprocess.Popen[bytes]) -> None:
 
 def _is_discarded(server: subprocess.Popen[bytes]) -> bool:
     return server.stdin is not None and server.stdin.closed
-
-
-def _is_alive(process: psutil.Process) -> bool:
-    with suppress(psutil.NoSuchProcess):
-        return process.status() != psutil.STATUS_ZOMBIE
-    return False
 
 
 def last_output(logs: Path) -> LastOutput:

@@ -1,7 +1,8 @@
 """Starts the workers of a program in place of torch's launcher, which needs torch and tells every worker a rank.
 
 It does the same otherwise: the output of each worker goes to files; when one fails, or a signal asks for it, all get
-SIGTERM and half a minute later SIGKILL; and it reports which worker failed in the launcher's words.
+SIGTERM and half a minute later SIGKILL, with what they have started; and it reports which worker failed in the
+launcher's words.
 """
 
 from __future__ import annotations
@@ -11,9 +12,12 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
+from contextlib import suppress
 from pathlib import Path
 from types import FrameType
+
+import psutil
 
 PLAIN = "--plain"  # tells the fork server that nothing it starts needs torch
 _GRACE_SECONDS = 30.0
@@ -30,7 +34,13 @@ def run_workers(command: Sequence[str], variables: Sequence[Mapping[str, str]], 
 
     for number in (signal.SIGTERM, signal.SIGINT):
         signal.signal(number, stop)
-    workers = [_start(command, own, logs / str(place)) for place, own in enumerate(variables)]
+    workers: list[subprocess.Popen[bytes]] = []
+    try:
+        for place, own in enumerate(variables):
+            workers.append(_start(command, own, logs / str(place)))
+    except OSError:
+        _end(workers)
+        raise
     while not signals and _failed(workers) is None and any(worker.poll() is None for worker in workers):
         time.sleep(_LOOK_SECONDS)
     failed = _failed(workers)  # not as the loop saw it: the last one may have exited between its two questions
@@ -45,7 +55,8 @@ def run_workers(command: Sequence[str], variables: Sequence[Mapping[str, str]], 
 def _start(command: Sequence[str], variables: Mapping[str, str], folder: Path) -> subprocess.Popen[bytes]:
     folder.mkdir()
     with (folder / "stdout.log").open("wb") as out, (folder / "stderr.log").open("wb") as err:
-        return subprocess.Popen(command, env={**os.environ, **variables}, stdout=out, stderr=err)
+        environment = {**os.environ, **variables}
+        return subprocess.Popen(command, env=environment, stdout=out, stderr=err, start_new_session=True)
 
 
 def _failed(workers: Sequence[subprocess.Popen[bytes]]) -> int | None:
@@ -53,11 +64,37 @@ def _failed(workers: Sequence[subprocess.Popen[bytes]]) -> int | None:
 
 
 def _end(workers: Sequence[subprocess.Popen[bytes]]) -> None:
-    for worker in workers:
-        worker.terminate()
+    """End the workers with what they have started: a script does not pass the signal on to its program, nor waits."""
+    groups = {worker.pid: _group(worker.pid) for worker in workers if worker.poll() is None}
+    members = [process for processes in groups.values() for process in processes]
+    _signal(groups, signal.SIGTERM)
     until = time.monotonic() + _GRACE_SECONDS
-    while any(worker.poll() is None for worker in workers) and time.monotonic() < until:
+    # None is reaped before the end: a launcher without workers is one that hangs, to the node.
+    while any(map(is_alive, members)) and time.monotonic() < until:
         time.sleep(_LOOK_SECONDS)
+    _signal(groups, signal.SIGKILL)
     for worker in workers:
-        worker.kill()
         worker.wait()
+
+
+def _group(worker: int) -> list[psutil.Process]:
+    found = []
+    with suppress(psutil.NoSuchProcess):
+        leader = psutil.Process(worker)
+        for process in (leader, *leader.children(recursive=True)):
+            with suppress(ProcessLookupError):
+                if os.getpgid(process.pid) == worker:
+                    found.append(process)
+    return found
+
+
+def _signal(groups: Iterable[int], number: int) -> None:
+    for group in groups:
+        with suppress(ProcessLookupError):
+            os.killpg(group, number)
+
+
+def is_alive(process: psutil.Process) -> bool:
+    with suppress(psutil.NoSuchProcess):
+        return process.status() != psutil.STATUS_ZOMBIE
+    return False
