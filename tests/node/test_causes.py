@@ -273,6 +273,44 @@ def test_the_last_line_of_a_traceback_is_the_error_whatever_its_name(last: str) 
 
 
 @pytest.mark.parametrize(
+    ("after", "text"),
+    [
+        ("mine.Stop: x\nException ignored in: <function Pool.__del__>\nTraceback (most recent call last):\n"
+         '  File "/lib/pool.py", line 3, in __del__\nImportError: Python is likely shutting down\n', "mine.Stop: x"),
+        ("mine.Stop: x\nError in atexit._run_exitfuncs:\nTraceback (most recent call last):\n"
+         '  File "/lib/log.py", line 3, in flush\nValueError: I/O operation on closed file.\n', "mine.Stop: x"),
+        ('tensorflow.errors.InvalidArgumentError: Graph execution error:\n\nDetected at node x defined at:\n'
+         '  File "/cache/code/train.py", line 9, in <module>\nNode: x\nno such node\n',
+         "tensorflow.errors.InvalidArgumentError: Graph execution error:"),
+        ("RuntimeError: Error(s) in loading state_dict for Net:\n\tsize mismatch for w\n",
+         "RuntimeError: Error(s) in loading state_dict for Net: size mismatch for w"),
+        ("\x1b[1;35mmine.Stop\x1b[0m: \x1b[35mx\x1b[0m\n", "mine.Stop: x"),
+        ("Übel: x\n", "Übel: x"),
+    ],
+)  # fmt: skip
+def test_what_follows_the_end_of_a_traceback_is_not_the_error(after: str, text: str) -> None:
+    said = FRAME.format("/cache/code/train.py", 7) + f"    work()\n{after}"
+    assert why_they_ended(3, 1, [], LastOutput("", said), 0).text == f"train.py:7: {text}; see `packtrain logs`"
+
+
+@pytest.mark.parametrize(
+    ("said", "text"),
+    [
+        ("╭───── Traceback (most recent call last) ─────╮\n│ /cache/code/train.py:7 in run │\n│ ❱ 7 run() │\n╰─────╯\n"
+         "Stop: enough\n", "Stop: enough"),
+        ('  + Exception Group Traceback (most recent call last):\n  |   File "/cache/code/train.py", line 7, in run\n'
+         "  |     run()\n  | ExceptionGroup: 2 tasks (2 sub-exceptions)\n  +-+---------------- 1 ----------------\n"
+         "    | mine.Stop: a\n    +---------------- 2 ----------------\n    | OSError: b\n    +--------\n",
+         "train.py:7: OSError: b"),
+    ],
+)  # fmt: skip
+@pytest.mark.parametrize("prefix", ["", "[rank0]: "])
+def test_a_traceback_in_a_box_and_that_of_a_group_are_recognized(said: str, text: str, prefix: str) -> None:
+    lines = "".join(f"{prefix}{line}" for line in said.splitlines(keepends=True))
+    assert why_they_ended(3, 1, [], LastOutput("", lines), 0).text == f"{text}; see `packtrain logs`"
+
+
+@pytest.mark.parametrize(
     ("code", "said", "text"),
     [
         (1, "Error in log(-1, base) : \n  non-numeric argument\nExecution halted\n",

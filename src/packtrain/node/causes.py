@@ -44,11 +44,15 @@ _KILLED = re.compile(r"exitcode\s*:\s*(-9|137)\b|Signal 9 \(SIGKILL\)")  # 137 i
 # How torch's launcher reports each worker that failed; the first one to fail comes last.
 _BY_SIGNAL = re.compile(r"rank\s*:\s*(\d+) \(local_rank: \d+\)\s*exitcode\s*:\s*-(\d+)")
 # An error as Python, R and other interpreters print it. At the end of a traceback its name does not matter.
-_ERROR = re.compile(r"[A-Za-z_][\w.]*(?:Error|Exception)\b.*|Error(?: in .*)?:.*")
-_LAST_OF_TRACEBACK = re.compile(r"[A-Za-z_][\w.<>]*(?::.*)?")
+_ERROR = re.compile(r"[A-Za-z_][\w.]*(?:Error|Exception)\b.*|Error(?: in .* )?:.*")
+_LAST_OF_TRACEBACK = re.compile(r"[^\W\d][\w.<>]*(?::.*)?")
 _TRACEBACK = "Traceback (most recent call last)"
+_BOX = ("╭", "│", "╰")  # that rich draws around a traceback
 _LAUNCHERS_ERROR = "ChildFailedError"
-_RANK_PREFIX = re.compile(r"^\[rank\d+\]: ", re.MULTILINE)  # of tracebacks, once a program has joined its process group
+# What Python writes when it ends, after the error that made it end.
+_LAST_WORDS = re.compile(r"Exception ignored |Error in (atexit\.|sys\.)")
+# Of the lines of tracebacks: colors, the rank once a program has joined its process group, and exception groups.
+_DECORATION = re.compile(r"\x1b\[[0-9;]*m|^\[rank\d+\]: (?: *[|+] )?|^ *[|+] ", re.MULTILINE)
 _EXIT_CODE = re.compile(r"exitcode\s*:\s*(\d+)")
 _FRAME = re.compile(r'^\s+File "([^"\n]+)", line (\d+)', re.MULTILINE)
 # Errors of a program that another try only repeats; others, such as a lost connection, may pass.
@@ -131,7 +135,7 @@ def why_they_ended(
 
 def _by_output(generation: int, code: int, output: LastOutput) -> NodeReport:
     """Judge a program, which reports nothing, by the end of what it wrote: its own error, not the launcher's."""
-    workers = _RANK_PREFIX.sub("", output.workers)
+    workers = _DECORATION.sub("", output.workers)
     said = f"{output.launcher}\n{workers}"
     errors = _errors_in(said)
     own = [found for found in errors if not is_consequence(found[1])] or errors  # all of them may be consequences
@@ -153,20 +157,25 @@ def _by_output(generation: int, code: int, output: LastOutput) -> NodeReport:
 
 def _errors_in(said: str) -> list[tuple[int, str]]:
     """Return the errors in an output with the place of each: the lines that end tracebacks, or look like errors."""
-    found, start, in_traceback, goes_on = list[tuple[int, str]](), 0, False, False
+    found, start = list[tuple[int, str]](), 0
+    in_traceback = goes_on = is_ignored = False
     for line in said.splitlines(keepends=True):
-        text, is_indented = line.strip(), line[:1].isspace()
-        if goes_on and is_indented and text:  # R breaks the line after `Error in f(x) :`
+        text, is_indented = line.strip(), line.startswith((" ", "\t", *_BOX))
+        if goes_on and is_indented and text:  # as R breaks the line after `Error in f(x) :`
             found[-1] = (found[-1][0], f"{found[-1][1]} {text}")
         goes_on = False
-        if text.startswith(_TRACEBACK) or _FRAME.match(line):
+        # Its beginning may be cut off; but TensorFlow lists frames after the error, too.
+        if _TRACEBACK in text or (not found and _FRAME.match(line)):
             in_traceback = True
+        elif _LAST_WORDS.match(text):
+            is_ignored = True
         elif text and not is_indented:
             shape = _LAST_OF_TRACEBACK if in_traceback else _ERROR
-            if _LAUNCHERS_ERROR not in text and (shape.fullmatch(text) or _ERROR.fullmatch(text)):
+            is_error = _LAUNCHERS_ERROR not in text and (shape.fullmatch(text) or _ERROR.fullmatch(text))
+            if is_error and not is_ignored:
                 found.append((start, text))
-                goes_on = text.startswith("Error") and text.endswith(":")
-            in_traceback = False
+                goes_on = text.endswith(":")
+            in_traceback = is_ignored = False
         start += len(line)
     return found
 
