@@ -77,6 +77,18 @@ def test_a_row_has_the_time_of_the_counter_that_counts_most() -> None:
     assert points[50].values == {"train_loss": 1.0, "val_accuracy": 0.5}
 
 
+def test_a_row_has_the_time_of_the_loss_and_not_of_a_score_that_comes_more_often() -> None:
+    """As Lightning writes a loss every ten steps, and each batch of a validation under a counter of its own."""
+    table = a_table()
+    for batch in range(100):
+        table.add(Logged(batch, 1000.0, {"val_loss_step": 1.0}))
+    table.add(Logged(9, 1.0, {"train_loss": 1.0, "epoch": 0.0}))
+    for batch in range(100):
+        table.add(Logged(batch, 2000.0, {"val_loss_step": 1.0}))
+    points = {point.step: point.time for point in table.take()}
+    assert (points[8], points[9]) == (2000.0, 1.0)
+
+
 def test_without_a_step_each_call_is_the_step_after_the_last() -> None:
     table = a_table(last_step=41)
     for _ in range(2):

@@ -136,6 +136,23 @@ def test_the_speed_of_a_program_is_that_of_its_steps_and_not_of_its_epochs(progr
     assert found.units_per_second == 2.0
 
 
+def test_batches_of_a_validation_are_no_steps(program: Run) -> None:
+    """As Lightning writes them with `on_step=True`: 2 steps/s, and after every 50 of them 200 batches in a moment."""
+    points = [Point("log", 1, batch, 125.0 + batch // 200 * 25, {"val_loss_step": 9.0}) for batch in range(1200)]
+    for step in range(9, 300, 10):
+        points[step] = logged(step, train_loss=2.0, epoch=0.0, val_loss_step=9.0)
+    found = summary_of(program, "running", points, None)
+    assert (found.step, found.loss, found.units_per_second) == (299, 2.0, 2.0)
+    only_scores = summary_of(program, "running", [logged(step, accuracy=0.5) for step in range(1, 5)], None)
+    assert (only_scores.step, only_scores.units_per_second) == (4, 2.0)
+
+
+def test_the_speed_of_printed_steps_does_not_depend_on_when_they_were_read(program: Run) -> None:
+    """A program makes 5 steps/s, and its output is read every two seconds."""
+    points = [Point("log", 1, step, 102.0 + step // 10 * 2, {"loss": 1.0}) for step in range(1, 30)]
+    assert summary_of(program, "running", points, None).units_per_second == 5.0
+
+
 def test_a_program_may_log_anything_but_a_loss(program: Run) -> None:
     found = summary_of(program, "running", [logged(1, accuracy=0.0314)], None)
     assert (found.loss, found.rate, found.units_per_second, found.headline) == (None, None, None, "accuracy 0.0314")

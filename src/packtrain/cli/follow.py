@@ -26,7 +26,7 @@ from packtrain.report.summary import (
     About,
     Summary,
     about,
-    loss_name,
+    add_step,
     recent_losses,
     summarize,
     units_per_second,
@@ -43,7 +43,7 @@ from packtrain.run.liveness import (
     state_of,
 )
 from packtrain.run.outputs import output_sizes
-from packtrain.run.records import Event, Generation, LogLine, Point
+from packtrain.run.records import Event, Generation, LogLine, Point, loss_name
 from packtrain.run.run import Run
 from packtrain.run.sweeps import sweep_of
 from packtrain.store import StoreAway, StoreError
@@ -371,7 +371,8 @@ class Follower:
         if one.kind == "start":
             self._steps.clear()  # speed and time left are those of the current generation
         elif one.kind == self._job.step_kind:
-            self._steps = [*self._steps[1 - RECENT_STEPS :], one]
+            add_step(self._steps, one)
+            del self._steps[:-RECENT_STEPS]
         elif one.kind in ("valid", "test"):
             before, self._evaluation = self._evaluation, one
             # If a periodic evaluation covers the full validation split, the last two evaluations are the same.

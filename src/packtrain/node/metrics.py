@@ -24,7 +24,17 @@ import psutil
 from packtrain.node.event_file import EventFile, Scalar
 from packtrain.run.checkpoint import Checkpoint
 from packtrain.run.chunks import ChunkWriter
-from packtrain.run.records import MAX_NUMBER, MAX_SECONDS, DamagedRecord, Generation, LogLine, Point, TellEvent
+from packtrain.run.records import (
+    MAX_NUMBER,
+    MAX_SECONDS,
+    DamagedRecord,
+    Generation,
+    LogLine,
+    Point,
+    TellEvent,
+    evaluates,
+    loss_name,
+)
 from packtrain.run.run import Run, worker_writer
 from packtrain.train.control import Control
 
@@ -114,7 +124,7 @@ class NumberTable:
     """Collects numbers by step. A step that gets more of them later is told again, with all that it has.
 
     A program may count steps in several ways, such as its validation by epochs: then a row has numbers of different
-    times. Its time is that of the number that comes most often, which most likely counts the steps of training.
+    times. Its time is that of the loss, or else of the number that comes most often; of a score only without others.
     `before` has the last step of each name in what the program has resumed from.
     """
 
@@ -138,9 +148,9 @@ class NumberTable:
             self._compare(step, logged.values)
         if kept:
             now = logged.time if 0 <= logged.time <= _MAX_TIME else time.time()  # also if it is not a number
-            name = max(kept, key=self._seen)
+            name = max(kept, key=self._weight)
             row = self._steps.setdefault(step, _StepNumbers(now, name, {}))
-            if self._seen(name) >= self._seen(row.name):
+            if self._weight(name) >= self._weight(row.name):
                 row.moment, row.name = now, name
             row.values = {**row.values, **kept}  # another dict: the one before may be in a point
             self._new.add(step)
@@ -157,8 +167,9 @@ class NumberTable:
                     " checkpoints are kept; name the arguments that make it resume in program.resume",
                 )
 
-    def _seen(self, name: str) -> int:
-        return self._shares[name].seen
+    def _weight(self, name: str) -> tuple[bool, bool, int]:
+        """Say how likely it is that a number counts the steps of training."""
+        return loss_name((name,)) is not None, not evaluates(name), self._shares[name].seen
 
     def _is_kept(self, name: str, value: float) -> bool:
         share = self._shares.get(name)

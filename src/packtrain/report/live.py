@@ -21,7 +21,7 @@ from packtrain.report.cost import seconds_to_goal, share_done
 from packtrain.report.goodput import LABELS
 from packtrain.report.page import Series
 from packtrain.report.score import Score, better_score
-from packtrain.report.summary import RECENT_STEPS, Overview, overview_of, step_seconds, units_per_second
+from packtrain.report.summary import RECENT_STEPS, Overview, add_step, overview_of, step_seconds, units_per_second
 from packtrain.run.liveness import State, StateWatch
 from packtrain.run.records import Event, Generation, Lease, LogLine, Point, Telemetry
 from packtrain.run.run import Run
@@ -143,7 +143,7 @@ class History:
 
     def add(self, point: Point) -> None:
         if point.kind == self._step_kind:
-            self._steps.append(point)
+            add_step(self._steps, point)
         if point.kind == "start":
             self._restart(point)
         elif point.kind == "train":

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Container, Sequence
+from collections.abc import Iterable, MutableSequence, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import partial, reduce
@@ -16,16 +16,14 @@ from packtrain.report.goodput import Goodput, goodput
 from packtrain.report.score import Score, better_score, score_of, scores_of
 from packtrain.run.checkpoint import last_step
 from packtrain.run.liveness import State
-from packtrain.run.records import DamagedRecord, Generation, Lease, Notes, Point, Result
+from packtrain.run.records import DamagedRecord, Generation, Lease, Notes, Point, Result, evaluates, loss_name
 from packtrain.run.run import Run, surviving
 from packtrain.system import this_client
 from packtrain.units import counted
 
 RECENT_STEPS = 50
 """Of these last steps are the loss and the speed of a run: those of a single step are mostly noise."""
-_LOSSES = ("loss", "train/loss", "train_loss", "loss/train")  # what programs call it, as do the tools they use
 _RATES = ("rate", "lr", "learning_rate", "train/learning_rate", "train/lr")
-_EVALUATED = ("val", "eval", "test", "acc")  # the start of a number that says how good a program's model is
 _MAX_TEXT = 2000  # characters of a reason or a command: whoever writes the store may write millions
 _BETWEEN_STEPS = ("start", "evaluation", "save")  # spans that a point includes, but that are not part of its step
 
@@ -164,7 +162,7 @@ def summary_of(run: Run, state: State, raw: Sequence[Point], result: Result | No
     generations, points, leases = run.generations(), surviving(raw), run.leases()
     known = _overview_fields(run, state, points, result, leases)
     times = goodput(generations, raw, run.time_spent().read()).within(result.seconds if result else 0.0)
-    steps = [point for point in points if point.kind == run.job.step_kind]
+    steps = steps_in(points, run.job)
     speed = units_per_second(steps[-RECENT_STEPS:], known["unit"])  # None: printed steps that were read at one time
     return Summary(
         **{**known, "seconds": max(known["seconds"], times.seconds)},
@@ -194,7 +192,7 @@ def _overview_fields(
 ) -> dict[str, Any]:
     """Return the fields of an `Overview`; `points` are the surviving ones, or the last of them."""
     job = run.job
-    steps = [point for point in points if point.kind == job.step_kind]
+    steps = steps_in(points, job)
     recent = steps[-RECENT_STEPS:]
     losses = recent_losses(steps)
     scores = scores_of(points, result)
@@ -243,7 +241,25 @@ def _seconds(job: Job, steps: Sequence[Point], result: Result | None, leases: Se
 def _measure_of(steps: Sequence[Point]) -> str:
     """Return the name of the first number by which a program evaluates its model, to judge by what it is called."""
     names = (name for point in steps for name in point.values)
-    return next((name for name in names if name.lower().startswith(_EVALUATED)), "")
+    return next(filter(evaluates, names), "")
+
+
+def steps_in(points: Iterable[Point], job: Job) -> list[Point]:
+    """Return the steps of training among some points."""
+    steps = list[Point]()
+    for point in points:
+        if point.kind == job.step_kind:
+            add_step(steps, point)
+    return steps
+
+
+def add_step(steps: MutableSequence[Point], point: Point) -> None:
+    """Append a step. Rows in which a program only evaluates its model count if there are no others."""
+    if steps and steps[-1].is_evaluation != point.is_evaluation:
+        if point.is_evaluation:
+            return
+        steps.clear()
+    steps.append(point)
 
 
 def recent_losses(steps: Sequence[Point]) -> list[float]:
@@ -251,14 +267,10 @@ def recent_losses(steps: Sequence[Point]) -> list[float]:
     return [loss for point in steps[-RECENT_STEPS:] if (loss := loss_of(point)) is not None]
 
 
-def loss_name(names: Container[str]) -> str | None:
-    """Return the name of the training loss among those of a step; None if a program has not logged it there."""
-    return next((name for name in _LOSSES if name in names), None)
-
-
 def loss_of(point: Point) -> float | None:
     """Return the training loss at a step; None if a program has not logged it there."""
-    return _first_of(point, _LOSSES)
+    name = loss_name(point.values)
+    return None if name is None else point.values[name]
 
 
 def _first_of(point: Point, names: Sequence[str]) -> float | None:
@@ -273,7 +285,8 @@ def units_per_second(steps: Sequence[Point], unit: str) -> float | None:
         counts = Counter(name for point in own for name in point.values)
         again = {name: count for name, count in counts.items() if count > 1}
         name = loss_name(again) or max(again, key=again.__getitem__, default=None)
-        counted = [point for point in own if name is None or name in point.values]
+        # Of steps that were read from the output at one time, only the last was just made.
+        counted = list({point.time: point for point in own if name is None or name in point.values}.values())
         if not counted:
             return None
         seconds = counted[-1].time - counted[0].time

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Container, Mapping
 from dataclasses import asdict, dataclass, field
 from typing import Annotated, Any, Literal, TypeVar
 
@@ -377,6 +377,20 @@ class Sample:
 _OF_A_STEP = {"loss", "rate", "epoch", "elapsed_seconds", "step_seconds"}
 
 
+_LOSSES = ("loss", "train/loss", "train_loss", "loss/train", "train_loss_step")  # as programs and their tools call it
+_EVALUATED = ("val", "eval", "test", "acc")  # the start of a number that says how good a program's model is
+
+
+def loss_name(names: Container[str]) -> str | None:
+    """Return the name of the training loss among those of a step; None if a program has not logged it there."""
+    return next((name for name in _LOSSES if name in names), None)
+
+
+def evaluates(name: str) -> bool:
+    """True if a program's number says how good its model is, to judge by its name."""
+    return name.lower().startswith(_EVALUATED)
+
+
 @dataclass(frozen=True)
 class Point:
     """Measurements at a step. `start` marks the step that a generation resumes from.
@@ -396,6 +410,11 @@ class Point:
     def column(self, name: str) -> str:
         """Return the name of a measurement among those of all kinds: `valid.bleu`; a program's own stay as they are."""
         return name if self.kind == "log" else f"{self.kind}.{name}"
+
+    @property
+    def is_evaluation(self) -> bool:
+        """True of a row in which a program only evaluates its model, which it may count by epochs, or in batches."""
+        return self.kind == "log" and all(map(evaluates, self.values))
 
     @model_validator(mode="after")
     def _is_complete(self) -> Point:

@@ -29,16 +29,16 @@ from packtrain.report.summary import (
     RECENT_STEPS,
     Overview,
     is_evaluated,
-    loss_name,
     loss_of,
     overview_of,
+    steps_in,
     units_per_second,
 )
 from packtrain.run.blocks import decode_points, parts_of
 from packtrain.run.checkpoint import committed, is_scored
 from packtrain.run.chunks import ChunkFollower, chunk_keys
 from packtrain.run.liveness import State, StateWatch
-from packtrain.run.records import Notes, Point, Result
+from packtrain.run.records import Notes, Point, Result, loss_name
 from packtrain.run.run import Run, surviving
 from packtrain.run.sweeps import sweep_of
 from packtrain.store import Store
@@ -300,7 +300,7 @@ def _machines(listed: ListedRun, state: State) -> int:
 
 def _pace(listed: ListedRun, seen: Overview) -> Row:
     job, cost = listed.run.job, seen.cost
-    steps = [point for point in listed.points if point.kind == job.step_kind][-RECENT_STEPS:]
+    steps = steps_in(listed.points, job)[-RECENT_STEPS:]
     return {
         "progress": 1.0 if seen.state == "finished" else _progress(job, seen.step, steps),
         "units_per_second": _finite(units_per_second(steps, seen.unit)),
@@ -400,7 +400,7 @@ def _last_points(listed: ListedRun) -> list[Point]:
 
 def _tail(job: Job, points: Sequence[Point]) -> list[Point]:
     """Return the last steps and the last evaluations."""
-    steps = [point for point in points if point.kind == job.step_kind][-RECENT_STEPS:]
+    steps = steps_in(points, job)[-RECENT_STEPS:]
     kinds = [[point for point in points if point.kind == kind][-1:] for kind in ("start", "valid", "test")]
     return sorted([*steps, *(point for found in kinds for point in found)], key=lambda one: (one.step, one.generation))
 
