@@ -143,6 +143,22 @@ def test_what_nothing_keeps_is_named_once(directory_store: Store, tmp_path: Path
     ]
 
 
+def test_what_is_not_kept_is_named_as_the_program_sees_it(directory_store: Store, tmp_path: Path) -> None:
+    run, told = new_run(directory_store, program_job(directory="project", outputs=["project/out"])), Told()
+    made = workspace(run, tmp_path / "code", told)
+    write_files(
+        tmp_path / "code", {"project/out/a": b"", "project/logs/a": b"1", "project/b": b"", "data/cache": b"12"}
+    )
+    made.warn_of_the_rest()
+    write_files(tmp_path / "code", {"other/c": b""})
+    made.warn_of_the_rest()
+    assert told == [
+        "warning: not kept: ../data/ (1 file, 2 B), b (1 file, 0 B), logs/ (1 file, 1 B);"
+        " add `outputs: [b, logs/]` to the job to keep it",
+        "warning: not kept: ../other/ (1 file, 0 B)",
+    ]
+
+
 # Several machines.
 
 

@@ -189,16 +189,16 @@ class Workspace:
         sizes: defaultdict[str, list[int]] = defaultdict(list)
         for name, state in fingerprint(self._directory).items():
             if self._before.get(name) != state and not self._is_output(name) and _CACHES not in name.split("/"):
-                top, slash, _ = name.partition("/")
-                sizes[top + slash].append(state[0])
+                sizes[_top_in(self._run.job.directory, name)].append(state[0])
         new = sorted(sizes.keys() - self._named)
         if not new:
             return
         self._named.update(new)
         shown = [f"{name} ({counted(len(sizes[name]), 'file')}, {show_bytes(sum(sizes[name]))})" for name in new]
         more = [f"{len(new) - _NAMED} more"] if len(new) > _NAMED else []
-        advice = f"add `outputs: [{', '.join(new[:_NAMED])}]` to the job to keep it"
-        self._tell("warning", f"not kept: {', '.join([*shown[:_NAMED], *more])}; {advice}")
+        possible = [name for name in new if not name.startswith("..")]
+        advice = f"; add `outputs: [{', '.join(possible[:_NAMED])}]` to the job to keep it" if possible else ""
+        self._tell("warning", f"not kept: {', '.join([*shown[:_NAMED], *more])}{advice}")
 
     def _outputs_now(self) -> Fingerprint:
         return {
@@ -209,6 +209,14 @@ class Workspace:
 
     def _is_output(self, name: str) -> bool:
         return any(name == output or name.startswith(f"{output}/") for output in self._outputs)
+
+
+def _top_in(directory: str, name: str) -> str:
+    """Return a file's folder or its own name as a program sees it that runs in this directory: `out/`, `../data/`."""
+    is_inside = PurePosixPath(name).is_relative_to(directory)
+    seen = str(PurePosixPath(name).relative_to(directory)) if is_inside else name
+    top, slash, _ = seen.partition("/")
+    return (top if is_inside else os.path.relpath(top, directory)) + slash
 
 
 def _make_room(directory: Path, name: str) -> Path:
