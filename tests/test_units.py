@@ -22,6 +22,7 @@ from packtrain.units import (
     show_bytes,
     show_score,
     show_seconds,
+    show_speed,
     show_time,
 )
 
@@ -65,6 +66,12 @@ def test_an_invalid_duration_is_refused(text: str, message: str) -> None:
     with pytest.raises(ValueError) as refused:
         Duration.parse(text)
     assert str(refused.value) == message
+
+
+def test_a_low_speed_is_not_rounded_to_a_whole_number() -> None:
+    assert [show_speed(speed) for speed in (74_978.2, 45.02, 9.96, 9.2, 2.0, 0.034)] == [
+        "74,978", "45", "10", "9.2", "2", "0.034",
+    ]  # fmt: skip
 
 
 def test_a_counted_noun_gets_its_plural() -> None:

@@ -251,3 +251,8 @@ def show_score(value: float) -> str:
 def show_count(count: float) -> str:
     """Show a whole number with thousands separated: `74,978`."""
     return f"{count:,.0f}"
+
+
+def show_speed(per_second: float) -> str:
+    """Show how many of something are done in a second, with two digits of a few: `74,978`, `9.2`, `0.3`."""
+    return show_count(per_second) if per_second >= 9.95 else f"{per_second:.2g}"

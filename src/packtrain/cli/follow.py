@@ -48,7 +48,7 @@ from packtrain.run.run import Run
 from packtrain.run.sweeps import sweep_of
 from packtrain.store import StoreAway, StoreError
 from packtrain.system import Task
-from packtrain.units import Machines, counted, show_bytes, show_count, show_score, show_seconds, show_time
+from packtrain.units import Machines, counted, show_bytes, show_score, show_seconds, show_speed, show_time
 
 ASK_FLEET_SECONDS = 30.0
 _POLL_SECONDS = 0.5
@@ -417,7 +417,7 @@ def progress_line(job: Job, steps: Sequence[Point], budget_left: float | None = 
         "step": f"step {last.step:,}" + ("" if goal is None else f" of {goal:,}"),
         "loss": f"loss {sum(losses) / len(losses):.3f}",
         "rate": f"lr {last.values['rate']:.2g}",
-        "speed": f"{show_count(units_per_second(steps, unit) or 0.0)} {unit}/s",
+        "speed": f"{show_speed(units_per_second(steps, unit) or 0.0)} {unit}/s",
         "left": f"{'?' if seconds is None else show_seconds(seconds)} left",
         "budget": "" if budget_left is None else f"budget {show_seconds(max(0.0, budget_left))}",
     }
@@ -483,7 +483,7 @@ def logged_line(steps: Sequence[Point], budget_left: float | None = None) -> str
         latest[name] = sum(losses) / len(losses)
     first, ends = f"  step {steps[-1].step:,}", list[str]()
     if (speed := units_per_second(steps, "steps")) is not None:
-        ends.append(f"{show_count(speed)} steps/s")
+        ends.append(f"{show_speed(speed)} steps/s")
     if budget_left is not None:
         ends.append(f"budget {show_seconds(max(0.0, budget_left))}")
     end = "".join(f"  {part}" for part in ends)
@@ -516,7 +516,7 @@ def print_summary(screen: Screen, run: Run, summary: Summary, events: Sequence[E
     rows.append(("step" if summary.unit else "commits", f"{summary.step:,}{goal} in {show_seconds(summary.seconds)}"))
     if summary.units_per_second:
         scope = "mean of all steps" if run.result() else f"mean of the last {RECENT_STEPS} steps"
-        rows.append(("speed", f"{show_count(summary.units_per_second)} {summary.unit}/s", (f"  {scope}", "dim")))
+        rows.append(("speed", f"{show_speed(summary.units_per_second)} {summary.unit}/s", (f"  {scope}", "dim")))
     if summary.cost is not None:
         rows.append(("cost", summary.cost.line))
     if summary.goodput.fraction is not None:

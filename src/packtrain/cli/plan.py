@@ -146,19 +146,19 @@ def _print_table(made: Plan) -> None:
 def _columns(made: Plan) -> dict[str, list[str]]:
     """Return the cells of each column that says something about this job."""
     from packtrain.plan.estimate import show_step
-    from packtrain.units import show_bytes, show_count, show_dollars, show_seconds
+    from packtrain.units import show_bytes, show_dollars, show_seconds, show_speed
 
     all_of = made.estimates
     columns: dict[str, list[str]] = {
         "machines": [f"{one.machines} x {one.workers // one.machines}" for one in all_of],
         "step": [show_step(one.step_seconds) for one in all_of],
-        f"{made.workload.unit}/s": [show_count(one.units_per_second) for one in all_of],
+        f"{made.workload.unit}/s": [show_speed(one.units_per_second) for one in all_of],
         "per worker": [f"{one.efficiency:.0%}" for one in all_of],
         "limit": [one.limit for one in all_of],
         "memory": [show_bytes(one.memory_bytes) for one in all_of],
         "sent": [show_bytes(one.sent_bytes) if one.sent_bytes else "-" for one in all_of],
         "needs": [_rate(one.needed_bytes_per_second) if one.machines > 1 else "-" for one in all_of],
-        "loads": [f"{show_count(one.samples_per_second)}/s" for one in all_of],
+        "loads": [f"{show_speed(one.samples_per_second)}/s" for one in all_of],
         "time": [show_seconds(one.seconds) for one in all_of],
         "cost": ["-" if one.dollars is None else show_dollars(one.dollars) for one in all_of],
     }

@@ -28,7 +28,7 @@ from packtrain.report.page import Series
 from packtrain.report.summary import summarize
 from packtrain.run.liveness import EXIT_CODES
 from packtrain.run.run import Run
-from packtrain.units import counted, show_bytes, show_count, show_dollars, show_score, show_seconds
+from packtrain.units import counted, show_bytes, show_dollars, show_score, show_seconds, show_speed
 
 _MACHINE_STYLES = {"working": "green", "starting": "cyan", "lost": "red", "left": "dim"}
 _LINE_STYLES = ("cyan", "yellow", "green", "magenta")
@@ -226,7 +226,7 @@ def _numbers(view: RunView) -> Text:
     if one.rate is not None:
         pairs.append(("lr", f"{one.rate:.2g}"))
     if view.units_per_second:
-        pairs.append((f"{one.unit}/s", show_count(view.units_per_second)))
+        pairs.append((f"{one.unit}/s", show_speed(view.units_per_second)))
     if one.score is not None:
         pairs.append((harmless(one.score.title), one.score.text))
     if view.best is not None and view.best.step != one.step:

@@ -19,7 +19,7 @@ from packtrain.job.job import Job
 from packtrain.plan.devices import DeviceKind, Hardware, Link
 from packtrain.recipes.recipe import Family
 from packtrain.run.records import Forecast, Many
-from packtrain.units import Duration, show_bytes, show_count, show_dollars, show_seconds
+from packtrain.units import Duration, show_bytes, show_dollars, show_seconds, show_speed
 
 Limit = Literal["compute", "network", "data", "memory"]
 
@@ -416,7 +416,7 @@ def lines_of(found: Forecast, job: Job) -> list[str]:
     sent = f"; {show_bytes(found.gradient_bytes)} of gradients sent per step" if found.gradient_bytes else ""
     return [
         f"about {show_seconds(found.seconds)} for {found.steps:,} steps{cost} ({found.source})",
-        f"{show_step(found.step_seconds)} per step, {show_count(found.units_per_second)} {job.train.batch.unit}/s,"
+        f"{show_step(found.step_seconds)} per step, {show_speed(found.units_per_second)} {job.train.batch.unit}/s,"
         f" limited by {found.limit}{sent}",
         f"{show_parameters(found.parameters)}, {show_bytes(found.memory_bytes)} of memory per worker,"
         f" checkpoints of {show_bytes(found.checkpoint_bytes)} {show_saves(job)}",

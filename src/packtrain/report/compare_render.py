@@ -19,7 +19,7 @@ from packtrain.report.compare import (
 from packtrain.report.goodput import LABELS
 from packtrain.report.page import Series, escape, html_table, line_chart, nice_ticks, page, thin
 from packtrain.report.score import Score, of_samples
-from packtrain.units import show_count, show_score, show_seconds
+from packtrain.units import show_score, show_seconds, show_speed
 
 _CHART_WIDTH, _CHART_HEIGHT = 80, 12
 _SHORT = 20  # characters of what values share that stay before what differs
@@ -203,7 +203,7 @@ def _without(factor: float | None) -> str:
 
 def _speed(run: ComparedRun) -> str:
     speed = units_per_second(run)
-    return "" if speed is None else f"{show_count(speed)} {run.unit}/s"
+    return "" if speed is None else f"{show_speed(speed)} {run.unit}/s"
 
 
 # The page.

@@ -19,7 +19,7 @@ from packtrain.report.page import escape
 from packtrain.report.plot import Plot
 from packtrain.report.summary import RECENT_STEPS, Overview
 from packtrain.run.run import Run
-from packtrain.units import counted, show_count, show_dollars, show_score, show_seconds
+from packtrain.units import counted, show_dollars, show_score, show_seconds, show_speed
 
 _UPDATE_SECONDS, _PRINT_SECONDS = 2.0, 15.0
 _CHARTS, _EVENTS, _TEXT_LENGTH = 2, 4, 120
@@ -142,7 +142,7 @@ def _facts(view: RunView) -> str:
         facts.append((f"loss (last {counted(one.loss_steps, 'step')})", f"{one.loss:.3f}"))
     if view.units_per_second:
         recent = counted(min(RECENT_STEPS, one.step), "step")
-        facts.append((f"{one.unit}/s (last {recent})", show_count(view.units_per_second)))
+        facts.append((f"{one.unit}/s (last {recent})", show_speed(view.units_per_second)))
     # Without a validation split the score that counts is the one of the test split.
     facts += [(score.title, score.text) for score in dict.fromkeys((one.score, one.test)) if score is not None]
     if view.best is not None:

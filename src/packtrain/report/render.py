@@ -17,7 +17,7 @@ from packtrain.report.sample_view import confusions, cut, samples_html
 from packtrain.report.score import of_samples, score_title
 from packtrain.report.summary import Summary, step_seconds
 from packtrain.run.records import Event, Point, Sample
-from packtrain.units import counted, show_count, show_dollars, show_score, show_seconds
+from packtrain.units import counted, show_count, show_dollars, show_score, show_seconds, show_speed
 
 TOPICS: Mapping[Topic, str] = {"model": "The model", "speed": "Speed", "run": "The run"}
 MARKS: Mapping[Verdict, str] = {"good": "✓", "note": "!", "bad": "✕", "unknown": "?"}
@@ -138,7 +138,7 @@ def _figures(summary: Summary) -> str:
         if summary.cost.expected is not None:
             shown.append(("cost expected", show_dollars(summary.cost.expected)))
     if summary.units_per_second is not None:
-        shown.append((f"{summary.unit}/s", show_count(summary.units_per_second)))
+        shown.append((f"{summary.unit}/s", show_speed(summary.units_per_second)))
     boxes = "".join(f"<div><dt>{escape(name)}</dt><dd>{escape(value)}</dd></div>" for name, value in shown)
     return f'<dl class="figures">{boxes}</dl>'
 

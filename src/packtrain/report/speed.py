@@ -15,7 +15,7 @@ from packtrain.report.summary import step_seconds, units_per_second
 from packtrain.report.trend import percentile
 from packtrain.run.checkpoint import whole_name
 from packtrain.run.records import Point, TelemetrySample
-from packtrain.units import counted, show_bytes, show_count, show_seconds
+from packtrain.units import counted, show_bytes, show_count, show_seconds, show_speed
 
 _MIN_STEPS = 20
 _SLOW = 2.0  # times the median: a slower step is explained
@@ -259,7 +259,7 @@ def data_loading(evidence: Evidence) -> Finding | None:
     facts = [
         f"The wait of the slowest rank ({worst}) for its batches is {share:.1%} of its step time;"
         f" rank 0 waited {each}.",
-        f"Loading delivered {show_count(evidence.summary.units_per_second or 0)} {evidence.summary.unit}/s, at a median"
+        f"Loading delivered {show_speed(evidence.summary.units_per_second or 0)} {evidence.summary.unit}/s, at a median"
         f" step of {_short(typical)}.",
     ]
     if share >= 0.02 and early > 0.5:
@@ -534,7 +534,7 @@ def _speed_ups(evidence: Evidence) -> tuple[Rows, ...]:
         return ()
     base, base_speed = measured[0]
     rows = tuple(
-        (str(count), show_count(speed), f"{speed / base_speed:.2f} x", f"{speed / base_speed / count * base:.0%}")
+        (str(count), show_speed(speed), f"{speed / base_speed:.2f} x", f"{speed / base_speed / count * base:.0%}")
         for count, speed in measured
     )
     return (Rows(("workers", f"{evidence.summary.unit}/s", "speed-up", "efficiency"), rows),)
