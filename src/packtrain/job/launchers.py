@@ -94,7 +94,11 @@ _DEEPSPEED = LauncherKind(
         "autotuning": "run it on a machine of your own",
     },
 )
-_MODULES = {"torch.distributed.run": _TORCHRUN, "torch.distributed.launch": _TORCHRUN}
+_MODULES = {
+    "torch.distributed.run": _TORCHRUN,
+    "torch.distributed.launch": _TORCHRUN,
+    "accelerate.commands.launch": _ACCELERATE,
+}
 
 
 @dataclass(frozen=True)
@@ -112,14 +116,16 @@ class LaunchedProgram:
 
 def without_launcher(program: Sequence[str]) -> LaunchedProgram:
     """Return the program without its launcher; a Mistake names an option that Packtrain cannot do for it."""
-    found = _launcher_of(program)
+    first = command_of(program) if program[0] == "env" else 0
+    found = _launcher_of(program[first:])
     if found is None:
         return LaunchedProgram(tuple(program))
     kind, rest = found
     options, rest = _options(kind, rest)
     if not rest:
         raise Mistake(f"{kind.name} has no program; {_ADVICE}")
-    variables = [f"{kind.variables[name]}={_value(name, text)}" for name, text in options if name in kind.variables]
+    variables = list(program[1:first])
+    variables += [f"{kind.variables[name]}={_value(name, text)}" for name, text in options if name in kind.variables]
     names = {name for name, _ in options}
     if names & kind.module:
         rest = ["python", "-m", *rest]
@@ -140,6 +146,8 @@ def _launcher_of(program: Sequence[str]) -> tuple[LauncherKind, list[str]] | Non
         return _DEEPSPEED, rest
     if first == "accelerate" and rest[:1] == ["launch"]:
         return _ACCELERATE, rest[1:]
+    if first == "accelerate-launch":
+        return _ACCELERATE, rest
     if is_python(first) and rest[:1] == ["-m"] and len(rest) > 1 and rest[1] in _MODULES:
         return _MODULES[rest[1]], rest[2:]
     return None
