@@ -153,6 +153,8 @@ def printed(text: str, generation: int = 1, rank: int | None = 0, moment: float 
         ("step 250: train loss 1.9, val loss 2.0312", 250, {"train_loss": 1.9, "val_loss": 2.0312}),
         ("step=7 loss=4.64 lr=1e-3", 7, {"loss": 4.64, "lr": 0.001}),
         ("step:125/1750 val_loss:4.1234 train_time:12ms", 125, {"val_loss": 4.1234}),
+        ("{'step': 10, 'loss': 4.64}", 10, {"loss": 4.64}),
+        ('{"loss": 4.64, "global_step": 10, "lr": 1e-3}', 10, {"loss": 4.64, "lr": 0.001}),
         ("[Step 1,000/5,000] Loss: 0.5 acc: 0.93", 1000, {"loss": 0.5, "acc": 0.93}),
         ("\x1b[32mglobal_step: 3\x1b[0m {'loss': nan, 'grad_norm': .5}", 3, {"loss": math.nan, "grad_norm": 0.5}),
         ("2026-11-19 12:30:05 INFO iteration 9/500 | loss = -1.5E+01 | eta: 0:10:23", 9, {"loss": -15.0}),

@@ -53,9 +53,9 @@ _EVENT_FILE = "events.out.tfevents."
 _MAX_PRINTED = 50_000  # lines with numbers between two searches
 _MAX_PRINTED_LENGTH = 1000
 _COLOR = re.compile(r"\x1b\[[0-9;]*m")
-# As in `step 1,000/5,000`, `iter: 10` and `[global_step=3]`, but not `max_steps=500` or `step 0.5`.
+# As in `step 1,000/5,000`, `iter: 10`, `{"step": 10` and `[global_step=3]`, but not `max_steps=500` or `step 0.5`.
 _STEP = re.compile(
-    r"(?<![A-Za-z])(?:step|iter|iteration)(?![A-Za-z])[\s:=#\[]*(\d{1,3}(?:,\d{3})+|\d{1,15})(?![\w%]|[.:]\d)",
+    r"(?<![A-Za-z])(?:step|iter|iteration)(?![A-Za-z])['\"\s:=#\[]*(\d{1,3}(?:,\d{3})+|\d{1,15})(?![\w%]|[.:]\d)",
     re.IGNORECASE,
 )
 _NUMBER = r"([-+]?(?:\d+\.?\d*|\.\d+)(?:e[-+]?\d+)?|nan|[-+]?inf)(?![\w%]|[:/.,]\d)"  # without a unit, and no time
