@@ -237,7 +237,7 @@ def load_job(path: str | Path, overrides: Sequence[str] = (), defaults_of: Defau
     recipe, code = given.get("recipe"), given.get("code", ".")
     if isinstance(recipe, str) and is_recipe(recipe) and isinstance(code, str) and not code_root_fault(code):
         try:
-            defaults = defaults_of(recipe, directory / code, _section(given, "model"))
+            defaults = defaults_of(recipe, Path(os.path.normpath(directory / code)), _section(given, "model"))
         except Mistake as mistake:
             raise apply_overrides(document, overrides).mistake(("recipe",), str(mistake)) from None
         document = merge_defaults(document, fitted_defaults(defaults, given))

@@ -397,7 +397,11 @@ def code_path_fault(text: str) -> str | None:
 
 def code_root_fault(text: str) -> str | None:
     """Return what is wrong with the directory of the code: one inside the job file's directory, or one above it."""
-    return None if set(PurePosixPath(os.path.normpath(text)).parts) == {".."} else code_path_fault(text)
+    if set(PurePosixPath(os.path.normpath(text)).parts) == {".."}:
+        return None
+    if fault := code_path_fault(text):
+        return f"{fault}, or .. and so on for one above it" if _is_outside(text) else fault
+    return None
 
 
 def is_tracking_uri(text: str) -> bool:
