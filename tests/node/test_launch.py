@@ -149,7 +149,9 @@ def test_only_the_job_binds_collectives_to_another_interface(directory_store: St
         assert environment["NCCL_SOCKET_IFNAME"] == ("eth9" if named else f"={interface_of('127.0.0.1')}")
 
 
-def test_workers_are_not_taken_for_ranks_of_mpi_or_torchrun_or_tasks_of_srun(directory_store: Store, tmp_path: Path) -> None:
+def test_workers_are_not_taken_for_ranks_of_mpi_or_torchrun_or_tasks_of_srun(
+    directory_store: Store, tmp_path: Path
+) -> None:
     run, directories = new_run(directory_store), directories_in(tmp_path / "node")
     of_others = ["OMPI_COMM_WORLD_SIZE", "PMIX_RANK", "PMI_RANK", "SLURM_NTASKS", "SLURM_PROCID", "SLURM_STEP_ID"]
     of_others += ["RANK", "GROUP_RANK", "GROUP_WORLD_SIZE", "ROLE_RANK", "ROLE_NAME", "TORCHELASTIC_RUN_ID"]
