@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
 import psutil
@@ -48,6 +48,15 @@ def test_a_failed_check_says_how_to_fix_it(facts: Facts, offset: float, step: st
     assert advice in failed.advice
 
 
+def test_a_machine_for_a_program_needs_no_torch() -> None:
+    facts = replace(GOOD, torch=False)
+    target = FakeTarget("/opt/python", answer=json.dumps(asdict(facts)))
+    checks, usable = check_target(target, "/store", "key", {}, needs_torch=False)
+    assert [check.step for check in checks if not check.ok] == ["clock"], "that of these facts stands still"
+    assert usable is not None
+    assert check_target(target, "/store", "key", {})[1] is None
+
+
 @pytest.mark.parametrize(("asked", "answered", "offset"), [(990, 1010, 0), (1600, 1700, -600), (400, 500, 500)])
 def test_a_clock_is_off_by_what_the_duration_of_the_request_cannot_explain(
     asked: float, answered: float, offset: float
@@ -57,11 +66,12 @@ def test_a_clock_is_off_by_what_the_duration_of_the_request_cannot_explain(
 
 @dataclass
 class FakeTarget(Target):
-    """A target without commands, whose Python is as the test says."""
+    """A target whose Python is as the test says, and whose answer to any command."""
 
     found: str | None
     fault: Unreachable | None = None
     name: str = "gpu-a"
+    answer: str | None = None
 
     def python(self) -> str | None:
         if self.fault is not None:
@@ -69,7 +79,8 @@ class FakeTarget(Target):
         return self.found
 
     def run(self, command: Sequence[str], secrets: dict[str, str], seconds: float) -> str:
-        raise AssertionError((command, secrets, seconds))
+        assert self.answer is not None, (command, secrets, seconds)
+        return self.answer
 
 
 def test_checks_that_need_packtrain_on_a_fresh_host_are_skipped() -> None:

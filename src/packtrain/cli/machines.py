@@ -35,6 +35,7 @@ if TYPE_CHECKING:
     from packtrain.fleet.cloud import Resource
     from packtrain.fleet.fleet import Check, Fleet
     from packtrain.fleet.here import Here
+    from packtrain.job import Job
     from packtrain.job.kinds import FleetKind
     from packtrain.node.directory import NodeSlot
     from packtrain.node.node import Node
@@ -105,8 +106,11 @@ def doctor(
         else:
             _print_here(here)
         sys.exit(EXIT_DONE if here.can_train else EXIT_MISTAKE)
-    kind, place, names, public = _target(fleet, store)
-    checks = list(examine(kind, place, names, public))
+    kind, place, job = _target(fleet, store)
+    # Other programs need no torch. Without a job, a recipe is meant.
+    needs_torch = job is None or job.program is None
+    names, public = ((), False) if job is None else (job.environment, job.fleet.public_address)
+    checks = list(examine(kind, place, names, public, needs_torch))
     if as_json:
         print_json([asdict(check) for check in checks])
     else:
@@ -129,8 +133,8 @@ def _print_here(here: Here) -> None:
     screen.say("Check the machines of a fleet: ", ("packtrain doctor --fleet JOB", "bold"))
 
 
-def _target(fleet: str, store: str | None) -> tuple[FleetKind, str, Sequence[str], bool]:
-    """Return the fleet's settings, the store, the variables to pass, and True if addresses may be public."""
+def _target(fleet: str, store: str | None) -> tuple[FleetKind, str, Job | None]:
+    """Return the fleet's settings, the store, and the job if there is one."""
     from packtrain.errors import Mistake
     from packtrain.job.kinds import FLEETS, kind_class
     from packtrain.start import load
@@ -145,7 +149,7 @@ def _target(fleet: str, store: str | None) -> tuple[FleetKind, str, Sequence[str
 
         try:
             kind = kind_class(FLEETS, word).model_validate({"hosts": hosts.split(",")} if hosts else {})
-            return kind, place, (), False
+            return kind, place, None
         except ValidationError as error:
             location, text, missing = faults(error)[0]
             if not hosts:  # such as a cloud, whose settings are in a job
@@ -155,7 +159,7 @@ def _target(fleet: str, store: str | None) -> tuple[FleetKind, str, Sequence[str
     if not Path(fleet).exists():
         raise Mistake(f"--fleet {fleet}: no such job file; give a job, local, or ssh:host,host")
     job = load(fleet).job
-    return job.fleet.kind, store or job.store, job.environment, job.fleet.public_address
+    return job.fleet.kind, store or job.store, job
 
 
 def _print(checks: Sequence[Check]) -> None:

@@ -10,6 +10,7 @@ from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, suppress
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 from packtrain.errors import Mistake, PacktrainError
@@ -40,7 +41,11 @@ class Usable:
 
 
 def examine(
-    kind: FleetKind, location: str, environment_names: Sequence[str] = (), public_address: bool = False
+    kind: FleetKind,
+    location: str,
+    environment_names: Sequence[str] = (),
+    public_address: bool = False,
+    needs_torch: bool = True,
 ) -> Iterator[Check]:
     """Yield every check as soon as it is known; steps that depend on a failed one are left out."""
     fleet = fleet_of(kind)
@@ -68,11 +73,15 @@ def examine(
         usable: list[Usable] = []
         # In parallel, because a host that does not answer takes ten seconds; `map` still yields in the job's order.
         pool = stack.enter_context(ThreadPoolExecutor(32))
-        for checks, one in pool.map(lambda target: check_target(target, store.url, key, secrets), fleet.targets()):
+        look = partial(check_target, store=store.url, key=key, secrets=secrets, needs_torch=needs_torch)
+        for checks, one in pool.map(look, fleet.targets()):
             yield from checks
             usable += [one] if one else []
         count = sum(len(one.machines) for one in usable)
-        if count > 1:
+        if count > 1 and not all(machine.torch for one in usable for machine in one.machines):
+            detail, advice = "needs torch on every machine", "install torch there to measure the links"
+            yield Check("all machines", "link probe", False, detail, advice, skipped=True)
+        elif count > 1:
             options = ["--store", store.url, "--key", f"{key}-link", "--world", str(count)]
             options += ["--public-address"] if public_address else []
             yield _link_probe(usable, options, secrets)
@@ -101,7 +110,9 @@ def _reached_words(reached: tuple[Store, bool]) -> str:
     return "reachable" if source is None else f"reachable with {source}, which machines do not get"
 
 
-def check_target(target: Target, store: str, key: str, secrets: dict[str, str]) -> tuple[list[Check], Usable | None]:
+def check_target(
+    target: Target, store: str, key: str, secrets: dict[str, str], needs_torch: bool = True
+) -> tuple[list[Check], Usable | None]:
     """Run every check on one target."""
     name = target.name
     began = time.monotonic()
@@ -130,9 +141,9 @@ def check_target(target: Target, store: str, key: str, secrets: dict[str, str]) 
     answered = time.time()
     for facts in machines:
         own = name if len(machines) == 1 else facts.hostname
-        checks += judge(own, facts, clock_offset(facts.time, asked, answered), store)
+        checks += judge(own, facts, clock_offset(facts.time, asked, answered), store, needs_torch)
     # Even with another version of Packtrain: the links are worth measuring before that is fixed.
-    able = [facts for facts in machines if not facts.store_error and facts.torch]
+    able = [facts for facts in machines if not facts.store_error and (facts.torch or not needs_torch)]
     return checks, Usable(target, python, able) if able else None
 
 
@@ -141,7 +152,7 @@ def clock_offset(theirs: float, asked: float, answered: float) -> float:
     return theirs - answered if theirs > answered else min(0.0, theirs - asked)
 
 
-def judge(name: str, facts: Facts, offset_seconds: float, store: str) -> list[Check]:
+def judge(name: str, facts: Facts, offset_seconds: float, store: str, needs_torch: bool = True) -> list[Check]:
     """Turn a machine's facts into checks."""
     version = f"{facts.version}, packtrain {facts.identity}" + ("" if facts.torch else ", no torch")
     install = (
@@ -153,8 +164,9 @@ def judge(name: str, facts: Facts, offset_seconds: float, store: str) -> list[Ch
     off = abs(offset_seconds)
     clock = f"off by {off:.0f} s" if off >= 1 else "ok"
     sync = "start chrony or systemd-timesyncd there; buckets reject requests with a wrong time"
+    fits = facts.identity == identity() and (facts.torch or not needs_torch)
     checks = [
-        _check(name, "python", facts.identity == identity() and facts.torch, version, install),
+        _check(name, "python", fits, version, install),
         _check(name, "disk", facts.free_bytes >= DISK_BYTES, f"{show_bytes(facts.free_bytes)} free", "free some space"),
         _check(name, "clock", off <= CLOCK_SECONDS, clock, sync),
         _check(name, "store", not facts.store_error, facts.store_error or "reachable", store_advice(store)),
