@@ -4,6 +4,7 @@ import io
 import os
 import subprocess
 import tarfile
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -89,20 +90,82 @@ def test_the_commit_of_code_is_known_and_how_many_files_have_changed(repository:
     commit = subprocess.run([*git, "rev-parse", "HEAD"], check=True, capture_output=True, text=True).stdout.strip()
     write_files(repository, {"new.py": b""})
     assert git_commit(repository / "lib") == (commit, 0), "a file that git does not track is no change"
+    filters_files(repository, "false")  # it is not used
     write_files(repository, {"train.py": b"1", "lib/model.py": b"2"})
     assert git_commit(repository) == (commit, 2)
 
 
-def test_asking_for_the_commit_runs_no_program_of_the_repository(repository: Path, tmp_path: Path) -> None:
-    write_files(repository, {"train.py": b"", ".gitattributes": b"*.py filter=evil\n"})
-    git = ["git", "-C", str(repository), "-c", "user.name=me", "-c", "user.email=me@here"]
-    subprocess.run([*git, "add", "."], check=True)
-    subprocess.run([*git, "commit", "-qm", "first"], check=True)
-    for key in ("filter.evil.clean", "core.fsmonitor"):
-        subprocess.run([*git, "config", key, f"touch {tmp_path / 'ran'}; cat"], check=True)
+def git_in(directory: Path) -> Callable[..., str]:
+    """Return a function that runs git there, as the repository's own person."""
+    options = ("-c", "user.name=me", "-c", "user.email=me@here", "-c", "protocol.file.allow=always")
+
+    def git(*words: str) -> str:
+        command = ["git", "-C", str(directory), *options, *words]
+        return subprocess.run(command, check=True, capture_output=True, text=True).stdout.strip()
+
+    return git
+
+
+def filters_files(repository: Path, program: str, name: str = "evil") -> None:
+    git_in(repository)("config", f"filter.{name}.clean", f"{program}; cat")
+    write_files(repository, {".gitattributes": f"*.py filter={name}\n".encode()})
+
+
+def filters_files_by_an_odd_name(repository: Path, program: str) -> None:
+    filters_files(repository, program, "a=b")
+
+
+def filters_files_of_a_submodule(repository: Path, program: str) -> None:
+    git = git_in(repository)
+    git("submodule", "add", "-q", str(repository), "part")
+    git("commit", "-qm", "with a part")
+    filters_files(repository / "part", program)
+    write_files(repository, {"part/train.py": b"changed"})
+
+
+def monitors_files(repository: Path, program: str) -> None:
+    git_in(repository)("config", "core.fsmonitor", program)
+
+
+def has_a_hook(repository: Path, program: str) -> None:
+    """Git runs it after it has noted in its index that a file has only been touched."""
+    write_files(repository, {".git/hooks/post-index-change": f"#!/bin/sh\n{program}\n".encode()})
+    (repository / ".git/hooks/post-index-change").chmod(0o755)
+    os.utime(repository / "other.py", (1, 1))
+
+
+def lacks_an_object(repository: Path, program: str) -> None:
+    """Git fetches it from the server that the repository names, by the program that the repository names."""
+    git = git_in(repository)
+    for setting in (
+        "core.repositoryFormatVersion=1", "extensions.partialClone=origin", "remote.origin.promisor=true",
+        "remote.origin.url=ssh://server/code", f"core.sshCommand={program}; false",
+    ):  # fmt: skip
+        git("config", *setting.split("=", 1))
+    tree = git("rev-parse", "HEAD^{tree}")
+    (repository / ".git/objects" / tree[:2] / tree[2:]).unlink()
+
+
+@pytest.mark.parametrize(
+    "prepare",
+    [
+        filters_files, filters_files_by_an_odd_name, filters_files_of_a_submodule, monitors_files, has_a_hook,
+        lacks_an_object,
+    ],
+)  # fmt: skip
+def test_asking_for_the_commit_runs_no_program_of_the_repository(
+    repository: Path, tmp_path: Path, prepare: Callable[[Path, str], None]
+) -> None:
+    write_files(repository, {"train.py": b"", "other.py": b""})
+    git = git_in(repository)
+    git("add", ".")
+    git("commit", "-qm", "first")
+    prepare(repository, f"touch {tmp_path / 'ran'}")
     write_files(repository, {"train.py": b"changed"})
-    assert git_commit(repository)[1] == 1
+    git_commit(repository)
     assert not (tmp_path / "ran").exists()
+    subprocess.run(["git", "-C", str(repository), "status"], capture_output=True, check=False)
+    assert (tmp_path / "ran").exists(), "git runs it unless it is told not to"
 
 
 @pytest.mark.usefixtures("processes")

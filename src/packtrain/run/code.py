@@ -369,9 +369,14 @@ def git_commit(directory: Path) -> tuple[str, int]:
     if commit is None or not re.fullmatch("[0-9a-f]{40}|[0-9a-f]{64}", commit.strip()):
         return "", 0
     # A repository's own configuration may name programs as filters, which git would run to compare files.
-    named = _git(directory, "config", "--name-only", "-z", "--get-regexp", r"^filter\..*\.(clean|process)$") or ""
-    no_filters = [part for name in named.split("\0") if name for part in ("-c", f"{name}=")]
-    changed = _git(directory, "status", "--porcelain", "-z", "--untracked-files=no", "--no-renames", before=no_filters)
+    listed = _git(directory, "config", "--name-only", "-z", "--get-regexp", r"^filter\..*\.(clean|process)$") or ""
+    names = [name for name in listed.split("\0") if name]
+    if any("=" in name for name in names):  # `-c` could not switch it off
+        return "", 0
+    no_filters = [part for name in names for part in ("-c", f"{name}=")]
+    words = ("status", "--porcelain", "-z", "--untracked-files=no", "--no-renames")
+    # Not in submodules: their configuration may name other filters.
+    changed = _git(directory, *words, "--ignore-submodules=dirty", before=no_filters)
     return commit.strip(), len([one for one in (changed or "").split("\0") if one])
 
 
@@ -382,11 +387,15 @@ def _git_files(directory: Path, *which: str) -> list[str] | None:
 
 
 def _git(directory: Path, *words: str, before: Sequence[str] = ()) -> str | None:
-    """Return what git prints; None if it is not installed, or refuses."""
-    # A repository's own configuration may name a program as its file system monitor, which git would run.
-    command = ["git", "-c", "core.fsmonitor=false", *before, "-C", str(directory), *words]
+    """Return what git prints; None if it is not installed, or refuses.
+
+    A repository that somebody else has made must not start a program: not as its file system monitor, not as a hook
+    (when git updates the index), and not to connect to a server (when it fetches what is missing).
+    """
+    no_programs = ("-c", "core.fsmonitor=false", "-c", f"core.hooksPath={os.devnull}")
+    command = ["git", "--no-optional-locks", *no_programs, *before, "-C", str(directory), *words]
     try:
-        done = subprocess.run(command, capture_output=True, check=False)
+        done = subprocess.run(command, capture_output=True, check=False, env={**os.environ, "GIT_ALLOW_PROTOCOL": ""})
     except FileNotFoundError:
         return None
     return os.fsdecode(done.stdout) if done.returncode == 0 else None
