@@ -169,7 +169,8 @@ class NewRun:
                 raise
         if run.source() is None:  # a run of a sweep may have been left half made
             run.put_source(self.source)
-        remember(run)
+        # What was accepted of it before still counts: its driver may have given it another part of the fleet.
+        remember(run, instead=False)
         return run
 
 

@@ -4,16 +4,19 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Callable, Iterator
+from pathlib import Path
 
 import pytest
 
 from packtrain.errors import Mistake, NotFound, PacktrainError
+from packtrain.run.code import archive
 from packtrain.run.records import FleetLaunch, Result
 from packtrain.run.removal import clear_sweep, is_half_removed, remove_run, remove_sweep, rename_run
 from packtrain.run.run import Run, create_run, next_run, open_run, run_names
 from packtrain.run.sweeps import Sweep, SweepPlan, Trial, create_trial_run, sweep_names
 from packtrain.run.trust import is_remembered, remember
 from packtrain.store import Store
+from packtrain.store.directory import DirectoryStore
 from parts.faulty import CHANGES, FaultyStore, Killed
 from parts.runs import a_generation, a_lease, new_run, program_job
 
@@ -212,6 +215,19 @@ def test_a_renamed_run_has_all_that_it_had_and_keeps_its_place_in_the_list(any_s
     again = rename_run(any_store, "baseline", "first", idle)
     assert run_names(any_store) == ["first", second.name]
     assert again.result() == Result("stopped", "stopped by user", 1, 1.0)
+
+
+def test_what_somebody_else_puts_into_a_run_while_it_is_renamed_is_not_trusted(tmp_path: Path) -> None:
+    class Shared(DirectoryStore):
+        def copy(self, key: str, target: str) -> None:
+            super().copy(key, target)
+            if target == "runs/baseline/code.tar.zst":
+                self.put(target, archive({"train.py": b"steal()"}))
+
+    store = Shared(tmp_path / "shared")
+    store.create()
+    remember(run := a_run(store))
+    assert not is_remembered(rename_run(store, run.name, "baseline", idle))
 
 
 def test_a_rename_that_ends_anywhere_loses_nothing_and_is_continued(directory_store: Store) -> None:

@@ -19,13 +19,14 @@ from packtrain.cli import app
 from packtrain.errors import Mistake, NotFound, PacktrainError
 from packtrain.fleet.ssh import SshSettings
 from packtrain.job.changes import changed_job
+from packtrain.job.job import ReportSettings
 from packtrain.job.kinds import FLEETS, kind_class
 from packtrain.pack.build import PlainProgress
 from packtrain.report.sweep import sweep_table
 from packtrain.run.checkpoint import committed
 from packtrain.run.code import archive
 from packtrain.run.liveness import State
-from packtrain.run.records import DamagedRecord, Result, encode
+from packtrain.run.records import DamagedRecord, JobSource, Result, encode
 from packtrain.run.run import Run, open_run
 from packtrain.run.sweeps import (
     DriverBeat,
@@ -39,7 +40,8 @@ from packtrain.run.sweeps import (
     sweep_names,
     sweep_of,
 )
-from packtrain.run.trust import refuse, remember
+from packtrain.run.trust import refuse, remember, require_trust
+from packtrain.start import NewRun
 from packtrain.store import Store, open_store
 from packtrain.sweep import drive
 from packtrain.sweep.drive import DriverSeat, SweepDrive, moved
@@ -305,6 +307,29 @@ def test_a_run_that_was_left_half_made_is_completed_and_other_code_is_refused(di
         create_trial_run(sweep, trial, job, b"other", "a-pack")
     assert open_run(directory_store, "s").name == "s-1"
     assert sweep_of(Run(directory_store, "job-1")) is None
+
+
+def test_a_run_that_somebody_else_has_changed_is_not_trusted_by_creating_its_sweep_again(
+    directory_store: Store,
+) -> None:
+    """As the same command does, which continues a sweep."""
+    sweep, job = stored(directory_store), recipe_job(fleet={"ssh": {"hosts": ["a", "b"]}})
+    made = NewRun(directory_store, job, archive({}), None, JobSource("job.yaml", "", ()))
+
+    def create() -> Run:
+        data = job.model_dump_json().encode()
+        return made.create_with(lambda: create_trial_run(sweep, sweep.plan.trials[0], data, made.code, None))
+
+    part = job.model_copy(update={"fleet": job.fleet.model_copy(update={"kind": job.fleet.kind.divided(None)[0]})})
+    remember(moved_run := create().changed(part), instead=False)
+    moved_run.put_job()
+    create()
+    require_trust(Run(directory_store, "s-1"), refuse)
+    changed = part.model_copy(update={"report": ReportSettings(mlflow="https://mlflow.of-somebody-else.example")})
+    directory_store.put("runs/s-1/job.json", changed.model_dump_json().encode())
+    create()
+    with pytest.raises(Mistake, match=r"^s-1 is not what you ran before: job\.json changed"):
+        require_trust(Run(directory_store, "s-1"), refuse)
 
 
 def test_one_process_at_a_time_drives_a_sweep(

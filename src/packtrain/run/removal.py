@@ -101,7 +101,7 @@ def rename_run(store: Store, old: str, new: str, check: Check) -> Run:
     except PacktrainError:
         _delete(store, [there.key("job.json"), *_keys(there), renamed_key(new)])
         raise
-    if is_own:
+    if is_own and there.code_digest == run.code_digest:  # others may have written to the store meanwhile
         remember(there)
     _delete(store, _keys(run))
     forget(run)

@@ -247,10 +247,9 @@ def create_trial_run(sweep: Sweep, trial: Trial, job_data: bytes, code: bytes, p
     store.put_if_absent(run.key("job.json"), job_data)
     if pack is not None:
         store.put_if_absent(run.key("pack.txt"), pack.encode())
-    if not store.put_if_absent(run.key("code.tar.zst"), code):
-        if store.get(run.key("code.tar.zst"), MAX_SNAPSHOT_BYTES) != code:
-            raise Mistake(f"the code has changed since {trial.run} was created; choose another --name for a new sweep")
-        return Run(store, trial.run)  # its driver may have given it another part of the fleet since
+    key = run.key("code.tar.zst")
+    if not store.put_if_absent(key, code) and store.get(key, MAX_SNAPSHOT_BYTES) != code:
+        raise Mistake(f"the code has changed since {trial.run} was created; choose another --name for a new sweep")
     return run
 
 
