@@ -245,6 +245,16 @@ def test_pods_get_the_server_and_the_region_of_a_profile_and_no_key(
     assert "canary" not in (plan.script or "")
 
 
+def test_the_server_of_a_profile_has_no_password_in_it(account: Account, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Other machines are told of it in manifests and user data, which many can read."""
+    account.write(minio=static("AKMINIO", endpoint_url="https://me:canary@host"))
+    monkeypatch.delenv("AWS_ENDPOINT_URL")
+    monkeypatch.setenv("AWS_PROFILE", "minio")
+    for tell in (lambda: open_store("s3://bucket"), lambda: values_of(("AWS_REGION", "AWS_ENDPOINT_URL_S3"))):
+        with pytest.raises(Mistake, match=r"^endpoint_url of the AWS profile minio: invalid URL; .* without keys$"):
+            tell()
+
+
 def test_a_job_can_pass_the_name_of_a_profile_that_machines_have(
     account: Account, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -15,6 +15,7 @@ from functools import lru_cache
 from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
+from urllib.parse import urlsplit
 
 from packtrain.errors import Mistake
 from packtrain.identity import install_command
@@ -62,7 +63,7 @@ class SdkKeys:
 
         config = self._session
         found: str | None = ConfiguredEndpointProvider(config.full_config, config.get_scoped_config(), "s3").provide()
-        return found
+        return None if found is None else checked_server(f"endpoint_url of {self.title}", found)
 
     @property
     def expires(self) -> datetime | None:
@@ -90,6 +91,18 @@ class SdkKeys:
             "token": keys.session_token,
             "expires_at": datetime.now(UTC),
         }
+
+
+def checked_server(source: str, text: str) -> str:
+    """Return the URL of a server; refuse one that has keys in it: other machines are told of it, in files and logs."""
+    try:
+        url = urlsplit(text)
+        good = url.scheme in ("http", "https") and bool(url.hostname) and (url.port or 1) > 0
+    except ValueError:
+        good = False
+    if not good or set(text) & {*"@?"}:
+        raise Mistake(f"{source}: invalid URL; use http://host:port or https://host, without keys")
+    return text
 
 
 def named_profile(environment: Mapping[str, str]) -> str | None:

@@ -17,7 +17,16 @@ from urllib.parse import urlsplit
 from obstore.store import AzureStore, GCSStore, S3Store
 
 from packtrain.errors import Mistake
-from packtrain.store.aws_keys import DEFAULT_REGION, KEY_VARIABLES, AwsKeys, SdkKeys, named_profile, needs_sdk, sdk_keys
+from packtrain.store.aws_keys import (
+    DEFAULT_REGION,
+    KEY_VARIABLES,
+    AwsKeys,
+    SdkKeys,
+    checked_server,
+    named_profile,
+    needs_sdk,
+    sdk_keys,
+)
 from packtrain.store.errors import NoKeys
 from packtrain.store.uploads import UploadClient
 from packtrain.system import in_home
@@ -278,17 +287,7 @@ def _first(environment: Mapping[str, str], *names: str) -> str | None:
 def checked_endpoint(environment: Mapping[str, str], *variables: str) -> str | None:
     """Return the server that the first of these variables names; refuse one that has keys in it."""
     variable = next((name for name in variables if environment.get(name)), None)
-    if variable is None:
-        return None
-    text = environment[variable]
-    try:
-        url = urlsplit(text)
-        good = url.scheme in ("http", "https") and bool(url.hostname) and (url.port or 1) > 0
-    except ValueError:
-        good = False
-    if not good or set(text) & {*"@?"}:
-        raise Mistake(f"{variable}: invalid URL; use http://host:port or https://host, without keys")
-    return text
+    return None if variable is None else checked_server(variable, environment[variable])
 
 
 def _answers(url: str) -> bool:

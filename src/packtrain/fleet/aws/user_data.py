@@ -124,9 +124,9 @@ def _variables(run: Run, settings: BootSettings, ends: float) -> Iterator[str]:
 
 def _environment(run: Run) -> dict[str, str]:
     """Return the variables by which the machine finds the store, and AWS if it is not at its usual place."""
+    endpoints = {name: url for name in _ENDPOINTS if (url := checked_endpoint(os.environ, name)) is not None}
     of_profile = values_of(("AWS_REGION", "AWS_ENDPOINT_URL_S3"))  # or of the environment
     region = of_profile.get("AWS_REGION") or os.environ.get("AWS_DEFAULT_REGION") or "us-east-1"
-    endpoints = {name: url for name in _ENDPOINTS if (url := checked_endpoint(os.environ, name)) is not None}
     if of_profile.get("AWS_ENDPOINT_URL_S3"):
         endpoints["AWS_ENDPOINT_URL_S3"] = of_profile["AWS_ENDPOINT_URL_S3"]
     # Set even to the usual address: it says that this machine has a role, also for another S3 server.
