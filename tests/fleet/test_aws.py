@@ -499,13 +499,15 @@ def test_a_store_s_prefix_is_no_pattern_in_the_policy(region: AwsRegion) -> None
 
 
 def test_a_shared_role_ends_no_machine_of_another_store(region: AwsRegion, s3_store: Store) -> None:
-    statements = {one["Sid"]: one for one in policy(s3_store.url, ALL_RUNS, settings_of(), region)["Statement"]}
+    asked = settings_of(volume={"name": "imagenet", "size": "8 GB"})
+    statements = {one["Sid"]: one for one in policy(s3_store.url, ALL_RUNS, asked, region)["Statement"]}
     start(run := run_on(s3_store, {"machines": 1}), tied=False)
     [group] = region.ask_all("autoscaling", "describe-auto-scaling-groups", "AutoScalingGroups")
     tags = {tag["Key"]: tag["Value"] for tag in group["Tags"]}
     [(key, value)] = statements["EndTheMachines"]["Condition"]["StringEquals"].items()
     assert (key, tags["packtrain-store"]) == ("autoscaling:ResourceTag/packtrain-store", value), run.name
-    assert statements["EndTheTemplate"]["Condition"]["StringEquals"] == {"aws:ResourceTag/packtrain-store": value}
+    for name in ("EndTheTemplate", "TakeItToThisMachine"):
+        assert statements[name]["Condition"]["StringEquals"] == {"aws:ResourceTag/packtrain-store": value}
 
 
 def test_the_example_can_be_planned(region: AwsRegion, s3_location: str) -> None:

@@ -6,6 +6,7 @@ import ast
 import gzip
 import json
 import re
+import shutil
 import subprocess
 import sys
 import threading
@@ -285,24 +286,35 @@ def test_of_what_earlier_runs_left_on_a_volume_only_files_of_packs_stay(tmp_path
     """Any of them could have put a Python there that says that it is this Packtrain."""
     shard = f"cache/packtrain/packs/{'a1' * 32}"
     theirs = (
-        "home/.bashrc", "cache/pip/x", "cache/packtrain/environments/1-abc/bin/python", "cache/packtrain/code/d/a.py",
-        f"{shard}.lock", "cache/packtrain/packs/uses/x", f"cache/packtrain/packs/{'b2' * 32}/x",
+        "home/.bashrc", "notes.txt", "cache/pip/x", "cache/packtrain/environments/1-abc/bin/python",
+        "cache/packtrain/code/d/a.py", f"{shard}.lock", "cache/packtrain/packs/uses/x",
+        f"cache/packtrain/packs/{'b2' * 32}/x",
     )  # fmt: skip
     data, text = tmp_path / "data", BOOT.read_text()
 
-    def boot(volume: str) -> set[str]:
-        for name in (shard, *theirs):
+    def boot(volume: str, machine: str, fill: bool = True) -> set[str]:
+        for name in (shard, *theirs) if fill else ():
             put(data, name, "theirs")
         function = text[text.index("forget_others() {") : text.index("# Workers run as a user")]
-        script = f"set -euo pipefail\nown=$1/own data=$1/data volume=({volume})\n{function}\nforget_others\n"
-        subprocess.run(["bash", "-c", script, "boot", str(tmp_path)], check=True)
+        head = f"set -euo pipefail\nown=$1/own data=$1/data volume=({volume})\naws() {{ echo {machine}; }}\n"
+        command = ["bash", "-c", f"{head}{function}\nforget_others\n", "boot", str(tmp_path)]
+        subprocess.run(command, check=True)
         return {str(path.relative_to(data)) for path in data.rglob("*") if not path.is_dir()}
 
     (tmp_path / "own").mkdir()
-    assert boot("") == {shard, *theirs}, "the disk is this machine's own"
-    assert boot("imagenet Size=600") == {shard}
-    assert boot("imagenet Size=600") == {shard, *theirs}, "after a reboot they are this run's"
-    assert "\nforget_others\nprepare_user\n" in text
+    assert boot("", "i-1") == {shard, *theirs}, "the disk is this machine's own"
+    assert boot("imagenet Size=600", "i-1") == {shard}
+    assert boot("imagenet Size=600", "i-1") == {shard, *theirs}, "after a reboot they are this run's"
+    assert boot("imagenet Size=600", "i-2") == {shard}, "of an image that was made of the first one"
+    put(tmp_path, f"machine/packtrain/packs/{'a1' * 32}", "the machine's own")
+    for number, link in enumerate(("cache/packtrain/packs", "cache/packtrain", "cache", "home", "."), 3):
+        (data / link).mkdir(parents=True, exist_ok=True)
+        shutil.rmtree(data / link)
+        (data / link).symlink_to(tmp_path / "machine")
+        assert boot("imagenet Size=600", f"i-{number}", fill=False) <= {shard}, link
+        assert not (data / link).is_symlink(), link
+        assert [path.name for path in (tmp_path / "machine").rglob("*")] == ["packtrain", "packs", "a1" * 32], link
+    assert text.index("\nprepare_disk\n") < text.index("\nforget_others ") < text.index("\nmount_shares\n")
 
 
 # Requests.

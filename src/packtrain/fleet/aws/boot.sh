@@ -127,7 +127,7 @@ prepare_disk() {
   fi
   part=$(lsblk -nrpo NAME,FSTYPE "$disk" | awk 'NF > 1 { print $1; exit }')
   mkdir -p "$data"
-  mount -o noatime "${part:-$disk}" "$data" || fail "cannot mount $disk, which is not blank; see $log"
+  mount -o noatime,nosuid,nodev "${part:-$disk}" "$data" || fail "cannot mount $disk, which is not blank; see $log"
   resize2fs "${part:-$disk}" >/dev/null 2>&1 || true # a volume may be larger than its snapshot
 }
 
@@ -156,15 +156,18 @@ check_driver() {
 }
 
 # What earlier runs have left on a volume may be anybody's: it is neither run nor read as settings. Only files of packs
-# stay. They are named by their digests, and checked again because the lists of checked files go. Once per machine: after
-# a reboot, everything there is this run's own.
+# stay. They are named by their digests, and checked again because the lists of checked files go. A link is not followed:
+# it may lead to this machine's own files. Once per machine (not per image): after a reboot, all is this run's own.
 forget_others() {
-  if [ "${#volume[@]}" -eq 0 ] || [ -e "$own/forgotten" ]; then return; fi
-  rm -rf "$data/home"
-  mkdir -p "$data/cache"
-  (cd "$data/cache" && find . -depth -mindepth 1 -regextype posix-extended \
-    ! '(' -type d -regex './packtrain(/packs)?' ')' ! '(' -type f -regex './packtrain/packs/[0-9a-f]{64}' ')' -delete)
-  touch "$own/forgotten"
+  local mark kept
+  if [ "${#volume[@]}" -eq 0 ]; then return; fi
+  mark=$own/forgotten-$(aws metadata instance-id)
+  if [ -e "$mark" ]; then return; fi
+  [ ! -L "$data" ] || { rm "$data"; mkdir "$data"; }
+  kept='[.]/(lost[+]found|cache(/packtrain(/packs)?)?)'
+  (cd "$data" && find . -xdev -depth -mindepth 1 -regextype posix-extended \
+    ! '(' -type d -regex "$kept" ')' ! '(' -type f -regex '[.]/cache/packtrain/packs/[0-9a-f]{64}' ')' -delete)
+  touch "$mark"
 }
 
 # Workers run as a user without rights, of the same number on every machine: volumes go from one to the next.
@@ -248,11 +251,11 @@ run_node() {
 say "preparing this machine for $run"
 command -v python3 >/dev/null || fail 'there is no python3; use an AMI with Python 3.11 or newer'
 prepare_disk
+forget_others # before shares are mounted, which are somebody's data
 mount_shares
 # Not before: the store may be on a share.
 [ "${#volume[@]}" -eq 0 ] || aws note-volume "$run" "${volume[0]}" || say 'warning: cannot record the volume'
 check_driver
-forget_others
 prepare_user
 get_secrets
 find_python

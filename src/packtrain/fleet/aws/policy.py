@@ -35,7 +35,7 @@ def policy(store: str, label: str, settings: AwsSettings, region: AwsRegion) -> 
         *_store(store, start),
         *_end(store, label, start, region.place),
         *_secrets(settings, start, region.place),
-        *_volumes(settings, label, start, region.place),
+        *_volumes(settings, store, label, start, region.place),
         *([_allow("AttachToTheMachine", _SESSION)] if settings.attach_by == "ssm" else []),
     ]
     return {"Version": "2012-10-17", "Statement": statements}
@@ -64,19 +64,22 @@ def _end(store: str, label: str, start: str, region: str) -> list[dict[str, Any]
     """A machine ends itself without being replaced; the last one takes the group along."""
     end = ("TerminateInstanceInAutoScalingGroup", "DeleteAutoScalingGroup")
     group = f"{start}:autoscaling:{region}:*:autoScalingGroup:*:autoScalingGroupName/{label}"
-    tag = tag_value(store)
-    groups = {"StringEquals": {f"autoscaling:ResourceTag/{STORE_TAG}": tag}}
-    templates = {"StringEquals": {f"aws:ResourceTag/{STORE_TAG}": tag}, **_of(label)}
+    template = f"{start}:ec2:{region}:*:launch-template/*"
+    groups = {"StringEquals": {f"autoscaling:ResourceTag/{STORE_TAG}": tag_value(store)}}
     look = ("autoscaling:DescribeAutoScalingGroups", "autoscaling:DescribeAutoScalingInstances")
     return [
         _allow("EndTheMachines", [f"autoscaling:{word}" for word in end], group, groups),
-        _allow("EndTheTemplate", ("ec2:DeleteLaunchTemplate",), f"{start}:ec2:{region}:*:launch-template/*", templates),
+        _allow("EndTheTemplate", ("ec2:DeleteLaunchTemplate",), template, _of(store, label)),
         _allow("SeeTheGroup", look),
     ]
 
 
-def _of(label: str) -> dict[str, Any]:
-    return {"StringLike": {f"aws:ResourceTag/{LABEL_TAG}": label}}
+def _of(store: str, label: str) -> dict[str, Any]:
+    """Return the condition that a thing belongs to runs of this label in the store."""
+    return {
+        "StringEquals": {f"aws:ResourceTag/{STORE_TAG}": tag_value(store)},
+        "StringLike": {f"aws:ResourceTag/{LABEL_TAG}": label},
+    }
 
 
 def _secrets(settings: AwsSettings, start: str, region: str) -> list[dict[str, Any]]:
@@ -94,7 +97,7 @@ def _secrets(settings: AwsSettings, start: str, region: str) -> list[dict[str, A
     ]
 
 
-def _volumes(settings: AwsSettings, label: str, start: str, region: str) -> list[dict[str, Any]]:
+def _volumes(settings: AwsSettings, store: str, label: str, start: str, region: str) -> list[dict[str, Any]]:
     if settings.volume is None:
         return []
     ec2 = f"{start}:ec2:{region}:*"
@@ -107,7 +110,7 @@ def _volumes(settings: AwsSettings, label: str, start: str, region: str) -> list
     return [
         _allow("SeeVolumes", ("ec2:DescribeVolumes",)),
         _allow("TakeAVolume", ("ec2:AttachVolume",), f"{ec2}:volume/*", named),
-        _allow("TakeItToThisMachine", ("ec2:AttachVolume",), f"{ec2}:instance/*", _of(label)),
+        _allow("TakeItToThisMachine", ("ec2:AttachVolume",), f"{ec2}:instance/*", _of(store, label)),
         _allow("MakeAVolume", ("ec2:CreateVolume",), f"{ec2}:volume/*", made),
         _allow("NameTheVolume", ("ec2:CreateTags",), f"{ec2}:volume/*", tagged),
         *([_allow("UseTheSnapshot", ("ec2:CreateVolume",), snapshot)] if snapshot else []),
