@@ -35,7 +35,8 @@ FORBIDDEN_CALLS = {
 }  # fmt: skip
 FORBIDDEN_ARGUMENTS = {("shell", True), ("allow_pickle", True), ("weights_only", False), ("verify", False)}
 FORBIDDEN_TEXTS = ("StrictHostKeyChecking=no", "UserKnownHostsFile=/dev/null", "--trusted-host", "--insecure")
-PYTHON_IN_A_SHELL = re.compile(r'(?:python[\d.]*|\$1)"? -[mc] ')
+# By its name, or by a variable. A command between backquotes is advice for a person.
+PYTHON_IN_A_SHELL = re.compile(r'(?<!`)(?:python[\d.]*|\$\{?\w+\}?)"? -[mc] ')
 AS_THE_USER_WROTE_IT = "job/launchers.py"  # a program finds the modules beside it, as it does without Packtrain
 
 Nodes = dict[Path, list[ast.AST]]
@@ -132,9 +133,13 @@ def test_the_search_for_unsafe_code_finds_it(code: str) -> None:
 
 def starts_of_python(nodes: list[ast.AST]) -> Iterator[str]:
     """Yield commands that start Python without -P or -I: it would import from the current directory first."""
-    documentation = {id(node.value) for node in nodes if isinstance(node, ast.Expr)}
+    read = {id(node.value) for node in nodes if isinstance(node, ast.Expr)}  # documentation
+    read |= {id(part) for node in nodes if isinstance(node, ast.JoinedStr) for part in node.values}
     for node in nodes:
-        if isinstance(node, ast.Constant) and isinstance(node.value, str) and id(node) not in documentation:
+        if isinstance(node, ast.JoinedStr):
+            parts = [str(part.value) if isinstance(part, ast.Constant) else "$value" for part in node.values]
+            yield from (f"line {node.lineno}: {start}" for start in PYTHON_IN_A_SHELL.findall("".join(parts)))
+        if isinstance(node, ast.Constant) and isinstance(node.value, str) and id(node) not in read:
             yield from (f"line {node.lineno}: {start}" for start in PYTHON_IN_A_SHELL.findall(node.value))
         if isinstance(node, (ast.List, ast.Tuple)):
             words = [ast.unparse(word) for word in node.elts]
@@ -157,7 +162,7 @@ def test_every_python_that_we_start_ignores_the_current_directory(nodes: Nodes) 
     [
         "[sys.executable, '-m', 'pip', *words]", "(python, '-m', __name__)", "['-m', 'packtrain.fleet.slurm']",
         "['python3', '-c', text]", "x = 'exec \"$python\" -m packtrain'", "x = f'{a}/bin/python -m venv {b}'",
-        "x = 'fits() { \"$1\" -c \"$torch\"; }'",
+        "x = 'fits() { \"$1\" -c \"$torch\"; }'", "x = f'{python} -m {module}'", "x = '${one} -c \"$check\"'",
     ],
 )  # fmt: skip
 def test_the_search_for_starts_of_python_finds_them(code: str) -> None:

@@ -196,7 +196,7 @@ get_secrets() {
 add_python() {
   local one
   for one in python3.13 python3.12 python3.11 python3; do
-    "$one" -c 'import sys, venv, ensurepip; sys.exit(sys.version_info < (3, 11))' 2>/dev/null && return
+    "$one" -I -c 'import sys, venv, ensurepip; sys.exit(sys.version_info < (3, 11))' 2>/dev/null && return
   done
   say 'installing Python with venv'
   if command -v apt-get >/dev/null; then
