@@ -97,21 +97,9 @@ _RECIPES_ONLY = "applies to recipes only, not to programs"
 class DataSettings(Part):
     """The data of each split. `valid: 5 %` in a job file is `held_out`: that share of the training data."""
 
-    harmless = frozenset(
-        {
-            "train",
-            "valid",
-            "test",
-            "vocabulary",
-            "max_words",
-            "max_ratio",
-            "joint",
-            "sizes",
-            "stage",
-            "pack",
-            "held_out",
-        }
-    )
+    harmless = frozenset({
+        "train", "valid", "test", "vocabulary", "max_words", "max_ratio", "joint", "sizes", "stage", "pack", "held_out",
+    })  # fmt: skip
 
     train: tuple[AnySource, ...]
     valid: tuple[AnySource, ...] = ()
