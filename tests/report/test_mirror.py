@@ -6,6 +6,7 @@ import socket
 import sys
 import time
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -183,6 +184,20 @@ def test_a_run_that_somebody_deleted_in_mlflow_is_made_again(directory_store: St
     Mirror(run, uri).look()
     assert run.mirrored() is not None
     assert Seen(run, uri).run.info.run_id not in (first, second)
+
+
+def test_a_run_of_mlflow_that_is_no_mirror_is_not_changed(directory_store: Store, uri: str) -> None:
+    """Whoever writes the store could name any run there: the mirror has this person's rights."""
+    run = new_run(directory_store, program_job())
+    Mirror(run, uri).look()
+    mirrored = run.mirrored()
+    assert mirrored is not None
+    other = client(uri).create_run(client(uri).create_experiment("other")).info.run_id
+    run.put_mirrored(replace(mirrored, run=other))
+    Mirror(run, uri).look()
+    mirrored = run.mirrored()
+    assert mirrored is not None and mirrored.run != other
+    assert client(uri).get_run(other).data.params == {}
 
 
 # Without MLflow.

@@ -53,6 +53,7 @@ _SHOWN_SPANS = {"elapsed_seconds", "step_seconds"}  # of the times; there are ma
 
 # MLflow's limits.
 _METRICS_AT_ONCE, _PARAMETERS_AT_ONCE, _VALUE_LENGTH, _NAME_LENGTH = 1000, 100, 6000, 250
+_RUN_TAG = "packtrain.run"
 _NOT_IN_NAMES = re.compile(r"[^\w\-. :/]", re.ASCII)
 
 
@@ -123,14 +124,16 @@ class Mirror:
             known = None
         if known is not None and known.server == server:
             try:
-                if self._client.get_run(known.run).info.lifecycle_stage == "active":
+                found = self._client.get_run(known.run)
+                # The store names it: it could be anything that this person may change on the server.
+                if found.info.lifecycle_stage == "active" and _RUN_TAG in found.data.tags:
                     return known.run
             except MlflowException as error:
                 if error.error_code != "RESOURCE_DOES_NOT_EXIST":
                     raise
         entry = self._run.store.entry(self._run.key("job.json"))
         created = int(1000 * (time.time() if entry is None else entry.modified.timestamp()))
-        tags = {"packtrain.run": self._run.name, "packtrain.store": self._run.store.url}
+        tags = {_RUN_TAG: self._run.name, "packtrain.store": self._run.store.url}
         made = self._client.create_run(self._experiment(), created, tags, self._run.name)
         self._run.put_mirrored(MirroredRun(server, made.info.run_id))
         return str(made.info.run_id)
