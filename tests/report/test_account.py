@@ -168,6 +168,13 @@ def test_a_run_whose_duration_was_changed_is_compared_without_its_length(planned
     assert [row.what for row in compared(same)] == ["time of a step", "whole run", "cost"]
 
 
+def test_a_plan_that_the_store_has_for_a_program_is_no_error() -> None:
+    cost = Cost(2.5, 0.0, None, None)
+    found = forecast(evidence_of(steps_of(), program_job(), forecast=PLAN, summary={"cost": cost}))
+    assert found is not None
+    assert not [fact for fact in found.evidence if fact.startswith("It was for")]
+
+
 # Data and checkpoints.
 
 
