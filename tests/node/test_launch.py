@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import os
+import select
 import signal
 import socket
 import subprocess
@@ -467,7 +468,7 @@ SAYS_PARENT = "import os; print(os.getppid(), flush=True)"
 def assert_is_replaced(server: int, launchers: Launchers, nodes: NodeLaunchers) -> None:
     """The launch that failed says why, and the next one has another server."""
     assert (
-        "TimeoutError: the fork server of this machine did not answer"
+        "TimeoutError: the fork server or the launcher did not answer; both were replaced"
         in last_output(nodes.directory / "node/logs-1").launcher
     )
     assert still_there([server]) == []
@@ -495,6 +496,70 @@ def test_a_server_that_does_not_tell_how_its_launcher_ended_is_replaced(
         os.kill(launcher, signal.SIGKILL)
     assert launch.wait(90) == -signal.SIGKILL
     assert_is_replaced(launch.server_pid, launchers, nodes)
+
+
+# Its worker ends when it gets SIGTERM, and also when the file `go` is there.
+WITH_WORKER = """
+import pathlib, signal, subprocess, sys, time
+script = "import pathlib, time\\nwhile not pathlib.Path('GO').exists(): time.sleep(0.02)"
+worker = subprocess.Popen([sys.executable, "-c", script])
+signal.signal(15, lambda *_: worker.terminate())
+print(os.getpid(), worker.pid, flush=True)
+while worker.poll() is None:
+    time.sleep(0.02)
+sys.exit(7)
+"""
+
+
+def stopped_launcher(nodes: NodeLaunchers) -> tuple[Launchers, Launch, int]:
+    """A launcher that somebody has stopped, and its worker, which works."""
+    nodes.does(WITH_WORKER.replace("GO", str(nodes.directory / "go")))
+    launchers = nodes.launchers("node")
+    launch, [launcher, worker] = nodes.launch(launchers)
+    os.kill(launcher, signal.SIGSTOP)
+    until(lambda: psutil.Process(launcher).status() == psutil.STATUS_STOPPED)
+    return launchers, launch, worker
+
+
+@pytest.mark.usefixtures("processes")
+def test_a_launcher_that_does_not_tell_how_its_workers_ended_is_replaced(
+    nodes: NodeLaunchers, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(launch_module, "ANSWER_SECONDS", 0.2)
+    launchers, launch, worker = stopped_launcher(nodes)
+    assert launch.wait(1.0) is None, "nothing is due while the worker works"
+    assert launch.has_workers()
+    (nodes.directory / "go").touch()
+    assert launch.wait(90) == -signal.SIGKILL
+    assert not launch.has_workers()
+    launch.kill()
+    assert still_there([worker]) == []
+    assert_is_replaced(launch.server_pid, launchers, nodes)
+
+
+@pytest.mark.usefixtures("processes")
+def test_a_launcher_that_is_stopped_passes_a_signal_on(nodes: NodeLaunchers) -> None:
+    _, launch, worker = stopped_launcher(nodes)
+    launch.terminate()
+    assert launch.wait(90) == 7
+    assert still_there([worker]) == []
+
+
+@pytest.mark.usefixtures("processes")
+def test_another_thread_may_give_up_on_the_server_at_any_moment(
+    nodes: NodeLaunchers, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Here between the server's end, which makes its pipe readable, and the reading."""
+    nodes.does("import time; print(flush=True); time.sleep(600)")
+    launchers = nodes.launchers("node")
+    launch, _ = nodes.launch(launchers)
+
+    def close_and_select(readable: list[int], *_: object) -> tuple[list[int], list[int], list[int]]:
+        launchers.close()
+        return readable, [], []
+
+    monkeypatch.setattr(select, "select", close_and_select)
+    assert launch.poll() == -signal.SIGKILL
 
 
 @pytest.mark.usefixtures("processes")

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import errno
 import json
+import math
 import os
 import random
 import re
@@ -50,7 +51,7 @@ from packtrain.train.control import (
 
 LAUNCHER_LOG = "launcher.log"
 START_SECONDS = 600.0  # for a fork server to import torch, from a slow disk, and to answer for the first time ...
-ANSWER_SECONDS = 30.0  # ... and for it to answer later, or to take a line
+ANSWER_SECONDS = 30.0  # ... and for it or its launcher to do later what is due, such as to take a line
 _WORKER = Path(packtrain.train.__file__).with_name("__main__.py")
 KILL_SECONDS = 5.0
 _LOOK_SECONDS = 1.0  # between two looks whether an answer is overdue
@@ -259,9 +260,6 @@ class Launchers:
         if command is not None and self._is_plain:
             work["arguments"] = command_line(command)
             work["workers"] = rank_variables(generation, rank) if self._has_ranks else [{}]
-        # A launcher that outlived its kill, in a system call that does not return, keeps its server waiting.
-        if self._latest is not None and self._latest.poll() is None:
-            self.close()
         if self.server is not None and (self.server.poll() is not None or _is_discarded(self.server)):
             self.close()  # it died while it waited, or did not answer
         is_new = self.server is None or self._latest is None
@@ -306,13 +304,13 @@ class Launch:
 
     A mark in their environment finds orphans: what was forked has the server's, what was executed has its own.
 
-    A server that is stopped answers nothing, as does one whose launcher outlives its kill. The launch then fails, the
-    `log` says why, and the server is discarded. The first answer may take `seconds`.
+    A server that is stopped answers nothing, as does one whose launcher is stopped or outlives its kill. The launch
+    then fails, the `log` says why, and the server is discarded. The first answer may take `seconds`.
     """
 
     def __init__(self, server: subprocess.Popen[bytes], server_mark: str, mark: str, log: Path, seconds: float) -> None:
         self._server, self._marks, self._log = server, (server_mark, mark), log
-        self._answer_seconds, self._owes_since = seconds, time.monotonic()
+        self._answer_seconds, self._due_since = seconds, time.monotonic()
         self._launcher: psutil.Process | None = None
         self._answers = b""
         self._code: int | None = None
@@ -345,27 +343,37 @@ class Launch:
             left = max(0.0, deadline - time.monotonic())
             try:
                 has_answer = bool(select.select([self._server.stdout], [], [], min(left, _LOOK_SECONDS))[0])
-            except (OSError, ValueError):  # closed: the server was killed, because it or its launcher did not end
+                if has_answer:
+                    self._read_answers()
+            except (OSError, ValueError):  # closed, perhaps by another thread, which gave up on the server
                 self._code = -signal.SIGKILL
                 break
-            if has_answer:
-                self._read_answers()
-            elif self._owes_answer():
-                self._give_up()
-            elif left == 0.0:
-                break
+            if not has_answer:
+                if self._is_overdue():
+                    self._give_up()
+                elif left == 0.0:
+                    break
         return self._code
 
-    def _owes_answer(self) -> bool:
-        """True if the server has not told the launcher's process id, or after its end the exit code, for too long."""
+    def _is_overdue(self) -> bool:
+        """True if the server has owed an answer for too long, or the launcher its end after that of its workers."""
+        if self._is_at_work():
+            self._due_since, self._answer_seconds = math.inf, ANSWER_SECONDS
+            return False
         now = time.monotonic()
-        if self._launcher is not None and is_alive(self._launcher):
-            self._owes_since, self._answer_seconds = now, ANSWER_SECONDS
-        return now - self._owes_since > self._answer_seconds
+        self._due_since = min(self._due_since, now)  # the node may not have looked for a while
+        return now - self._due_since > self._answer_seconds
+
+    def _is_at_work(self) -> bool:
+        """True while the launcher lives; if it is stopped, only while its workers do."""
+        with suppress(psutil.NoSuchProcess):
+            status = psutil.STATUS_ZOMBIE if self._launcher is None else self._launcher.status()
+            return self._has_workers() if status == psutil.STATUS_STOPPED else status != psutil.STATUS_ZOMBIE
+        return False
 
     def _give_up(self) -> None:
         with suppress(OSError), self._log.open("a", encoding="utf-8") as log:
-            print("TimeoutError: the fork server of this machine did not answer, and was replaced", file=log)
+            print("TimeoutError: the fork server or the launcher did not answer; both were replaced", file=log)
         _discard(self._server)
 
     def _read_answers(self) -> None:
@@ -376,6 +384,7 @@ class Launch:
                 self._code = self._server.wait()
                 return
             self._answers += data
+            self._due_since, self._answer_seconds = time.monotonic(), ANSWER_SECONDS
             pid, *code = self._answers.split(b"\n")[:-1]
             if self._launcher is None:
                 with suppress(psutil.NoSuchProcess):
@@ -385,10 +394,12 @@ class Launch:
 
     def has_workers(self) -> bool:
         self.poll()
-        try:
-            return self._launcher is not None and bool(self._launcher.children())
-        except psutil.NoSuchProcess:
-            return False
+        return self._has_workers()
+
+    def _has_workers(self) -> bool:
+        with suppress(psutil.NoSuchProcess):
+            return self._launcher is not None and any(map(is_alive, self._launcher.children()))
+        return False
 
     def terminate(self) -> None:
         """Send SIGTERM: the launcher passes it on to the workers and gives them half a minute."""
@@ -397,6 +408,7 @@ class Launch:
         elif self._launcher is not None and self._code is None:
             with suppress(psutil.NoSuchProcess):
                 self._launcher.terminate()
+                self._launcher.resume()  # one that is stopped would not pass the signal on
 
     def kill(self) -> None:
         """Kill the launcher and every process that it and its workers started."""
