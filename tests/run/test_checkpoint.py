@@ -444,6 +444,24 @@ def test_a_superseded_generation_does_not_delete_what_a_newer_one_fell_back_to(
     assert restore(run, tmp_path / "again")[0] == first
 
 
+def test_a_generation_that_is_superseded_while_it_deletes_checkpoints_deletes_no_more(
+    directory_store: Store, tmp_path: Path
+) -> None:
+    store = FaultyStore(directory_store)
+    run = new_run(store)
+    run.propose(a_generation(1))
+    first, second, third = (save(run, tmp_path, step) for step in (1, 2, 3))
+
+    def supersede(operation: str, key: str) -> None:
+        if operation == "delete" and key == manifest_key(run, first):
+            Run(directory_store, run.name).propose(replace(a_generation(2), step=3))
+
+    store.fault = supersede
+    with pytest.raises(Superseded):
+        prune(run, 1, keep_last=1, keep_best=0)
+    assert committed(run) == [second, third]
+
+
 def test_a_checkpoint_whose_manifest_is_repaired_counts_again(directory_store: Store, tmp_path: Path) -> None:
     """The generation that failed meanwhile, since the run does not start over, is no reason to take it for late."""
     run = new_run(directory_store)

@@ -4,18 +4,19 @@ import tempfile
 import threading
 from dataclasses import replace
 from pathlib import Path
-from typing import cast
+from types import SimpleNamespace
+from typing import Any, cast
 
 import pytest
 import torch
 from safetensors import SafetensorError
 
 from packtrain.job.job import CheckpointSettings
-from packtrain.run.checkpoint import committed, manifest_key, part_name, remove_uncommitted
+from packtrain.run.checkpoint import CorruptCheckpoint, committed, manifest_key, part_name, remove_uncommitted
 from packtrain.run.records import Point
 from packtrain.run.run import Run
 from packtrain.store import Store
-from packtrain.train.checkpointer import BackgroundCommitter
+from packtrain.train.checkpointer import BackgroundCommitter, Checkpointer
 from packtrain.train.progress import Progress
 from packtrain.train.recorder import Recorder
 from packtrain.train.state import STATE_FILE, Description, Snapshot, SnapshotCopier, SnapshotPart
@@ -356,3 +357,16 @@ def test_all_parts_of_a_superfluous_checkpoint_are_deleted(directory_store: Stor
     assert kept.step == 2
     assert len(left) == 4
     assert manifest_key(run, kept.name) in left
+
+
+# Restoring.
+
+
+def test_a_machine_that_does_not_find_what_the_first_one_found_says_so(directory_store: Store, tmp_path: Path) -> None:
+    """Its writer withdrew it in between, for example, because its commit came after a newer generation had started."""
+    name = "000000005-000001-5a416a96b952"
+    second: Any = SimpleNamespace(is_first=False, rank_of_node=0, share=lambda _: name.encode())
+    parts: Any = SimpleNamespace()
+    checkpointer = Checkpointer(new_run(directory_store), 2, parts, parts, second, parts, tmp_path)
+    with pytest.raises(CorruptCheckpoint, match=f"checkpoint {name} was deleted after the first machine had found it"):
+        checkpointer.restore()

@@ -294,12 +294,10 @@ def prune(run: Run, generation: int, keep_last: int, keep_best: int, spared: str
 
     Only the latest generation deletes: a newer one may have had to fall back to a checkpoint that is superfluous here.
     """
-    checkpoints = superfluous(committed(run), keep_last, keep_best)
-    if checkpoints:
-        refuse_superseded(run, generation, "deleting checkpoints")
-    for checkpoint in checkpoints:
+    for checkpoint in superfluous(committed(run), keep_last, keep_best):
         if checkpoint.name == spared:
             continue
+        refuse_superseded(run, generation, "deleting checkpoints")  # before each: it takes long to delete many
         run.store.delete(manifest_key(run, checkpoint.name))  # first: without it the checkpoint does not exist
         for file in checkpoint.files:
             run.store.delete(file_key(run, checkpoint.name, file.name))
