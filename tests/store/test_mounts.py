@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import os
+import socket
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
 
-from packtrain.store.mounts import missing_mount
+from packtrain.store import StoreError, open_store
+from packtrain.store.mounts import missing_mount, remember_mount
 from parts.mounts import Mounts
 from parts.runs import write_files
 
@@ -71,6 +73,43 @@ def test_a_link_leads_to_the_mount_that_is_missing(tmp_path: Path) -> None:
 def test_a_system_that_does_not_say_what_is_mounted_misses_nothing(tmp_path: Path) -> None:
     write_files(tmp_path, {"etc/fstab": b"server:/export /data nfs4\n"})
     assert missing_mount(Path("/data/store"), tmp_path / "etc", tmp_path / "mountinfo") is None
+
+
+@pytest.mark.parametrize(
+    ("mounted", "remembered"),
+    [
+        ("", []),
+        (mount("/home"), []),
+        (mount("/data"), ["/data"]),
+        (mount("/data") + mount("/data/my\\040disk"), ["/data/my disk"]),
+    ],
+)
+def test_the_innermost_mount_of_a_path_is_remembered_once(
+    mounted: str, remembered: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path))
+    table, place = tmp_path / "mountinfo", Path("/data/my disk/store")
+    table.write_text(ROOT + mounted)
+    for _ in range(2):
+        remember_mount(place, table)
+    assert missing_mount(place, tmp_path, table) is None
+    table.write_text(ROOT)
+    memory = tmp_path / "packtrain" / f"mounts-{socket.gethostname()}"
+    assert missing_mount(place, tmp_path, table) == next(((Path(point), memory) for point in remembered), None)
+    assert (memory.read_text().count("\n") if memory.exists() else 0) == len(remembered)
+
+
+def test_no_store_is_created_where_one_was_on_a_mount_that_is_missing(mounts: Mounts) -> None:
+    """Nothing but the earlier store says that there should be a mount."""
+    place = str(mounts.point / "team/store")
+    mounts.mount("disk")
+    open_store(place, create=True)
+    mounts.unmount()
+    with pytest.raises(StoreError, match=f"{mounts.point} is not mounted, which .*/mounts-.* says it should be"):
+        open_store(place, create=True)
+    assert list(mounts.point.iterdir()) == []
+    mounts.mount("another disk")
+    open_store(place, create=True)
 
 
 def test_no_command_creates_a_store_while_a_mount_of_fstab_is_missing(mounts: Mounts, tmp_path: Path) -> None:

@@ -36,7 +36,7 @@ from packtrain.store.base import (
     is_key,
 )
 from packtrain.store.errors import StoreAway, StoreError, explained
-from packtrain.store.mounts import missing_mount
+from packtrain.store.mounts import missing_mount, remember_mount
 
 Published = TypeVar("Published")
 
@@ -82,6 +82,7 @@ class DirectoryStore(Store):
                     self._claim(root, stage(root, [b"*\n"]), GITIGNORE)
                 if _read_identity(root) is None:
                     self._claim(root, stage(root, [f"{uuid.uuid4().hex}\n".encode()]), IDENTITY)
+            remember_mount(place)
 
     def put(self, key: str, data: bytes) -> None:
         self._publish(key, lambda: [data], replace)

@@ -1,15 +1,24 @@
-"""Mount points that the system knows by name, in fstab, units of systemd or autofs, and that have nothing mounted."""
+"""Mount points that have nothing mounted, although the system or an earlier use of a store there says they should.
+
+The system names them in fstab, in units of systemd and for autofs. What a person has mounted by hand is in no table: it
+is remembered when a store is created or opened there.
+"""
 
 from __future__ import annotations
 
 import os
 import re
+import socket
 from collections.abc import Iterator
 from contextlib import suppress
 from pathlib import Path
 
+from packtrain.errors import Mistake
+from packtrain.system import state_directory
+
 _MOUNTED = Path("/proc/self/mountinfo")  # Linux only
 _OCTAL = re.compile(r"\\([0-7]{3})")  # how tables of mounts write a space
+_ESCAPED = re.compile(r"[\s\\]")
 _WHERE = re.compile(r"^Where\s*=\s*(/.*?)\s*$", re.MULTILINE)
 _FOR_A_WHILE = "tmpfs"  # keeps nothing: a store below its mount point is no worse without it
 
@@ -19,11 +28,32 @@ def missing_mount(path: Path, configuration: Path = Path("/etc"), mounted: Path 
     if not mounted.exists():
         return None
     place = Path(os.path.realpath(path))
-    for point, file in _named(configuration):
+    for point, file in (*_named(configuration), *_remembered()):
         real = Path(os.path.realpath(point))
         if real != Path("/") and place.is_relative_to(real) and not _is_mounted(real, mounted):
             return real, file
     return None
+
+
+def remember_mount(path: Path, mounted: Path = _MOUNTED) -> None:
+    """Remember the mount that a path is on, so that `missing_mount` can tell when it is missing."""
+    place = Path(os.path.realpath(path))
+    innermost = max((line[4] for line in _table(mounted) if place.is_relative_to(line[4])), key=len, default="/")
+    if innermost == "/" or innermost in (point for point, _ in _remembered()):
+        return
+    with suppress(Mistake, OSError), _memory().open("a", encoding="utf-8") as file:  # a home may be read-only
+        file.write(_ESCAPED.sub(lambda found: f"\\{ord(found[0]):03o}", innermost) + "\n")
+
+
+def _memory() -> Path:
+    """Return the file for this machine: several may share a home, and not their mounts."""
+    return state_directory() / f"mounts-{socket.gethostname()}"
+
+
+def _remembered() -> list[tuple[str, Path]]:
+    with suppress(Mistake):
+        return [(point, _memory()) for point, *_ in _table(_memory())]
+    return []
 
 
 def _named(configuration: Path) -> Iterator[tuple[str, Path]]:
