@@ -9,6 +9,7 @@ import threading
 import time
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -107,6 +108,57 @@ def test_a_node_gives_up_on_a_store_that_does_not_come_back_for_a_day(
     cluster.nodes.clear()
     assert node.has_done_its_part, "the machine is shut down if the job says so"
     assert f"failure: {store.url} has not answered for 0.0001 hours; giving up" in capsys.readouterr().out
+
+
+def test_a_node_that_leaves_does_not_try_for_minutes_to_put_its_last_records_into_a_store_that_is_away(
+    make: Make, directory_store: Store, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(node_module, "_END_SECONDS", 0.05)
+    monkeypatch.setattr(PreemptionWatch, "listen", lambda _self: None)
+    ended, tells, store = threading.Event(), list[tuple[str, bool]](), FaultyStore(directory_store)
+
+    def end(reason: str, power_off: bool) -> None:
+        tells.append((reason, power_off))
+        ended.set()
+
+    def try_for_minutes(operation: str, _key: str) -> StoreError:
+        if operation == "put":
+            ended.wait(10)
+        return StoreError("the store is away", temporary=True)
+
+    monkeypatch.setattr(node_module, "exit_immediately", end)
+    cluster = make(1, 0)
+    node = cluster.add(store, time.monotonic)
+    store.fault = try_for_minutes
+    cluster.preempt(node)
+    node.work()
+    cluster.nodes.clear()
+    assert tells == [("the cloud wants it back", False)]
+
+
+def test_a_node_whose_time_is_up_does_not_wait_for_workers_that_cannot_be_killed(
+    make: Make, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As those that are in the kernel, on a dead mount."""
+    ended, watches, listening = threading.Event(), list[Any](), PreemptionWatch.__init__
+
+    def keep(watch: PreemptionWatch, *arguments: Any, **options: Any) -> None:
+        watches.append(options["end"])
+        listening(watch, *arguments, **options)
+
+    monkeypatch.setattr(PreemptionWatch, "__init__", keep)
+    monkeypatch.setattr(node_module, "KILL_SECONDS", 0.01)
+    monkeypatch.setattr(node_module, "exit_immediately", lambda *_, **__: ended.set())
+    cluster = make(1, 1)
+    cluster.wait(10)
+    group, [end] = cluster.nodes[0].group, watches
+    assert group is not None
+    assert group.launch is not None
+    monkeypatch.setattr(group.launch, "kill", lambda: ended.wait(10))
+    ending = threading.Thread(target=end, args=("preemption notice: SIGTERM",))
+    ending.start()
+    assert ended.wait(5)
+    ending.join()
 
 
 def until(condition: Callable[[], bool]) -> None:

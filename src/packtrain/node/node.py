@@ -71,7 +71,8 @@ LOOK_SECONDS = 2.0  # between two looks at the store while workers run ...
 IDLE_SECONDS = 1.0  # ... and while there are none
 _TICK_SECONDS = 0.2  # between two looks at this machine
 _RESULT_LOOKS = 5  # running workers mean that there is no result: the store is asked less often
-_END_SECONDS = 20.0  # for the last records, after the deadline
+_END_SECONDS = 20.0  # for the last records, after the deadline or if the store is away
+KILL_SECONDS = 3.0  # for workers to die, at the end of the time after a signal
 STORE_HOURS = 24  # without an answer of the store, until the node gives up
 _CLEAN_UP_SECONDS = 3600.0  # in which a store that is away may come back, to clean up there
 _SWEEP_SECONDS = 10.0  # to finish taking over from dead nodes, before this one leaves
@@ -427,7 +428,7 @@ class Node:
         if notice is None:
             return
         if group is None or group.launch is None:
-            self.is_over = True
+            self._end_without_store(notice.reason)
             return
         self._stop_workers(group, Leaving("preemption", notice.reason))
         assert group.stop is not None
@@ -435,7 +436,12 @@ class Node:
         waits = self._job.program is not None and group.is_first
         in_time = self._clock() - group.stop.at <= group.stop.grace_seconds
         if group.launch.poll() is not None and not (waits and in_time):
-            self.is_over = True
+            self._end_without_store(notice.reason)
+
+    def _end_without_store(self, reason: str) -> None:
+        """Leave, and do not try for minutes to put the last records into a store that is away."""
+        self.is_over = True
+        Task(lambda: self._exit_unless_gone(reason, power_off=False), "end")
 
     def _request_stop(self, group: WorkerGroup, stop: WorkerStop) -> None:
         if group.request_stop(stop):
@@ -589,9 +595,12 @@ class Node:
 
     def _past_deadline(self) -> None:
         self._kill_workers()
-        # `work` may be stuck in a request to the store: after some time this thread ends the process.
+        self._exit_unless_gone(used_up(self._job.budget), self._job.fleet.kind.power_off)
+
+    def _exit_unless_gone(self, reason: str, power_off: bool) -> None:
+        """End the process after some time: `work` may be stuck in a request to the store."""
         if not self._gone.wait(_END_SECONDS):
-            exit_immediately(used_up(self._job.budget), self._job.fleet.kind.power_off)
+            exit_immediately(reason, power_off)
 
     def _kill_workers(self) -> None:
         group = self.group
@@ -605,11 +614,11 @@ class Node:
         self._tell("failure", f"{reason}; giving up")
         self.is_over = True
         self._kill_workers()
-        if not self._gone.wait(_END_SECONDS):
-            exit_immediately(reason, self._job.fleet.kind.power_off)
+        self._exit_unless_gone(reason, self._job.fleet.kind.power_off)
 
     def _end_immediately(self, reason: str) -> None:
-        self._kill_workers()
+        # Workers in the kernel, as on a dead mount, cannot be killed now; they get SIGTERM when this process is gone.
+        Task(self._kill_workers, "kill").wait(KILL_SECONDS)
         exit_immediately(reason, power_off=False)  # whoever takes the machine away ends it
 
 
