@@ -219,9 +219,9 @@ def pytest_runtest_setup(item: pytest.Item) -> None:
     _guard.is_on = item.get_closest_marker("quick") is not None
 
 
-@pytest.hookimpl(trylast=True)
+@pytest.hookimpl(tryfirst=True)
 def pytest_runtest_teardown() -> None:
-    _guard.is_on = False
+    _guard.is_on = False  # what other tests have started and shared may end now
     if _guard.refused:
         # The code under test may have handled the error, and the test may have passed.
         pytest.fail(f"a quick test started {'; '.join(_guard.refused)}: use the fixture `processes`", pytrace=False)
