@@ -15,7 +15,7 @@ from PIL import Image, ImageCms
 from PIL.JpegImagePlugin import JpegImageFile, get_sampling
 
 from pack.pictures import difference, opened, photo, quarters, saved, with_size, ycck
-from packtrain.pack.picture import MAX_PIXELS, UnusableImage, to_tiled
+from packtrain.pack.picture import MAX_PIXELS, UnusableImage, pixels_to_decode, to_tiled
 from packtrain.pack.tiles import QUALITY, find_segments
 
 SUBSAMPLINGS = {0: "4:4:4", 1: "4:2:2", 2: "4:2:0"}
@@ -392,6 +392,46 @@ def test_a_progressive_jpeg_with_too_many_scans_is_dropped() -> None:
     scan = data.index(b"\xff\xda")
     end = data.index(b"\xff", scan + 2)
     assert reason_for(data[:end] + data[scan:end] * 600 + data[end:]) == "damaged"
+
+
+def in_empty_scans(count: int) -> bytes:
+    """Return a sequential JPEG with a component in each scan, of which none has any data."""
+    colors = [bytes([number, 0x11, 0]) for number in (1, 2, 3)]
+    frame = bytes([8, 0, 200, 0, 200, 3]) + b"".join(colors)
+    head = segment(0xDB, bytes([0, *[1] * 64])) + segment(0xC0, frame)
+    codes = b"".join(segment(0xC4, bytes([kind, 1, *[0] * 15, 0])) for kind in (0x00, 0x10))
+    scans = (segment(0xDA, bytes([1, 1 + number % 3, 0, 0, 63, 0])) + b"\0" for number in range(count))
+    return b"\xff\xd8" + head + codes + b"".join(scans) + b"\xff\xd9"
+
+
+def segment(marker: int, content: bytes) -> bytes:
+    return bytes([0xFF, marker]) + (len(content) + 2).to_bytes(2, "big") + content
+
+
+def test_a_sequential_jpeg_with_too_many_scans_is_not_decoded(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert reason_for(in_empty_scans(30)) == "cut off"
+    monkeypatch.setattr("simplejpeg.decode_jpeg", None)
+    assert reason_for(in_empty_scans(600)) == "damaged"
+
+
+def test_a_jpeg_with_too_many_parts_of_metadata_is_not_opened(monkeypatch: pytest.MonkeyPatch) -> None:
+    exif = segment(0xE1, b"Exif\0\0")
+    assert to_tiled(JPEG[:2] + exif * 10 + JPEG[2:]).jpeg == to_tiled(JPEG).jpeg
+    monkeypatch.setattr(Image, "open", None)
+    assert reason_for(JPEG[:2] + exif * 2000 + JPEG[2:]) == "damaged"
+
+
+def test_a_file_costs_its_pixels_its_scans_and_its_texts() -> None:
+    assert pixels_to_decode(b"no image") == 0
+    assert pixels_to_decode(in_empty_scans(3)) == 200 * 200
+    assert pixels_to_decode(in_empty_scans(100)) == 5 * 200 * 200
+    png = saved(Image.new("1", (8, 8)), "PNG")
+    assert pixels_to_decode(png) == 64
+    # A text in front of the pixels or after them: the second kind is expanded only when the image is decoded.
+    for start in (png.index(b"IDAT") - 4, png.index(b"IEND") - 4):
+        data = b"zTXta\0\0" + zlib.compress(bytes(1 << 20))
+        chunk = (len(data) - 4).to_bytes(4, "big") + data + zlib.crc32(data).to_bytes(4, "big")
+        assert pixels_to_decode(png[:start] + chunk * 3 + png[start:]) == 64 + 3 * (1 << 20)
 
 
 @pytest.mark.parametrize(

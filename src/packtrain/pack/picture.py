@@ -31,7 +31,7 @@ import numpy as np
 import simplejpeg
 from PIL import Image, UnidentifiedImageError
 from PIL.JpegImagePlugin import JpegImageFile, get_sampling
-from PIL.PngImagePlugin import PngImageFile
+from PIL.PngImagePlugin import MAX_TEXT_CHUNK, MAX_TEXT_MEMORY, PngImageFile
 from PIL.TiffImagePlugin import TiffImageFile
 
 from packtrain.pack.tiles import MAX_SIDE, BadTiles, Coding, Tiled, called_rgb, encode, read_frame, with_size
@@ -43,9 +43,12 @@ _FORMATS = ["JPEG", "PNG", "WEBP", "GIF", "BMP", "TIFF"]
 _MAGIC = (b"\xff\xd8\xff", b"\x89PNG", b"RIFF", b"GIF8", b"BM", b"II*\0", b"MM\0*", b"II+\0", b"MM\0+")
 _BLOCK = 8  # pixels
 _END = b"\xff\xd9"  # of a JPEG
-_MAX_SCANS = 500  # of a progressive JPEG; each costs a pass over all pixels, however small it is
+_MAX_SCANS = 500  # of a JPEG; each costs a pass over all pixels, however small it is
 _SCANS_AS_LONG = 20  # that take as long as the rest of decoding
 _SCAN = b"\xff\xda"
+_TEXTS = (b"zTXt", b"iTXt")
+_EXIF = b"Exif\0\0"
+_MAX_EXIF = 1000  # parts in one file, which Pillow adds to each other; one of 65 kB is the rule
 _SUBSAMPLINGS = {0: "4:4:4", 1: "4:2:2", 2: "4:2:0"}
 _ORIENTATION = 0x0112
 _UPRIGHT = {
@@ -96,14 +99,17 @@ def to_copies(data: bytes, short_sides: Sequence[int | None]) -> list[Tiled]:
 
 
 def pixels_to_decode(data: bytes) -> int:
-    """Return how many pixels the bytes of an image file cost to decode, by the header alone; 0 if it is unusable."""
+    """Return the cost of decoding an image file, in pixels, by its header alone; 0 if it is unusable."""
     with _quiet():
         try:
             image = _open(data)
         except UnusableImage:
             return 0
-    scans = data.count(_SCAN) if image.info.get("progressive") else 0
-    return image.width * image.height * max(1, scans // _SCANS_AS_LONG)
+    scans = data.count(_SCAN) if isinstance(image, JpegImageFile) else 0
+    # Texts of a PNG may be compressed, and expanding a letter takes as long as decoding a pixel.
+    texts = sum(map(data.count, _TEXTS)) if isinstance(image, PngImageFile) else 0
+    letters = min(texts * MAX_TEXT_CHUNK, MAX_TEXT_MEMORY)
+    return image.width * image.height * max(1, scans // _SCANS_AS_LONG) + letters
 
 
 def _tiled(pixels: Image.Image, coding: Coding, turn: Image.Transpose | None, short_side: int | None) -> Tiled:
@@ -121,6 +127,8 @@ def _open(data: bytes) -> Image.Image:
     """Open the image, reading only its header."""
     if not data:
         raise UnusableImage("empty")
+    if data.count(_EXIF) > _MAX_EXIF:
+        raise UnusableImage("damaged")
     try:
         image = Image.open(io.BytesIO(data), formats=_FORMATS)
     except Image.DecompressionBombError as error:
@@ -131,7 +139,7 @@ def _open(data: bytes) -> Image.Image:
         raise UnusableImage(_fault(error)) from error
     if image.width * image.height > MAX_PIXELS:
         raise UnusableImage("too many pixels")
-    if image.info.get("progressive") and data.count(_SCAN) > _MAX_SCANS:
+    if isinstance(image, JpegImageFile) and data.count(_SCAN) > _MAX_SCANS:
         raise UnusableImage("damaged")
     return image
 
