@@ -1,7 +1,7 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future
 from contextlib import contextmanager
 
@@ -12,15 +12,17 @@ from parts.service import wait_until
 
 
 class Computer:
-    """Doubles numbers when the gate is open; records what it was given."""
+    """Doubles numbers when the gate is open, or gives up if nobody waits; records what it was given."""
 
     def __init__(self) -> None:
         self.gate = threading.Event()
         self.calls: list[tuple[str, list[int]]] = []
 
-    def __call__(self, key: str, inputs: Sequence[int]) -> list[int]:
+    def __call__(self, key: str, inputs: Sequence[int], is_wanted: Callable[[], bool]) -> list[int]:
         self.calls.append((key, list(inputs)))
-        assert self.gate.wait(30)
+        wait_until(lambda: self.gate.is_set() or not is_wanted(), "it may go on")
+        if not is_wanted():
+            raise RuntimeError("nobody waits")
         if -1 in inputs:
             raise ValueError("bad input")
         return [2 * one for one in inputs]
@@ -109,6 +111,23 @@ def test_the_rest_of_a_request_that_nobody_waits_for_is_not_computed() -> None:
         assert [inputs for _, inputs in computer.calls] == [[1, 2], [7]]
 
 
+def test_a_batch_that_nobody_waits_for_is_abandoned_as_a_whole() -> None:
+    computer = Computer()
+    with batching(computer) as batcher:
+        first = busy(batcher, computer)
+        both = [batcher.submit("a", [1]), batcher.submit("a", [2])]
+        assert first.cancel()
+        wait_until(lambda: len(computer.calls) == 2, "the first batch has ended, though the gate is closed")
+        assert both[0].cancel()
+        after = batcher.submit("b", [3])
+        assert not after.done() and len(computer.calls) == 2, "somebody still waits for this batch"
+        assert both[1].cancel()
+        wait_until(lambda: len(computer.calls) == 3, "the second batch has ended without a try of its halves")
+        computer.gate.set()
+        assert after.result(30).outputs == [6]
+        assert computer.calls == [("a", [0]), ("a", [1, 2]), ("b", [3])]
+
+
 def test_a_bad_input_ends_its_own_request_and_the_rest_of_it_is_not_computed() -> None:
     computer = Computer()
     with batching(computer, batch=2) as batcher:
@@ -127,6 +146,24 @@ def test_slow_inputs_make_smaller_batches() -> None:
     batcher: Batcher[str, int, int] = Batcher(computer, 8, 100, gather_seconds=0.0, turn_seconds=0.0)
     assert batcher.submit("a", [1]).result(30).outputs == [2], "now it knows how long an input takes"
     assert batcher.submit("a", [1, 2, 3]).result(30) == Batched([2, 4, 6], 1, batches=3)
+    batcher.close()
+
+
+def test_a_slow_batch_makes_the_next_one_smaller_and_fast_ones_make_it_larger_again() -> None:
+    computer = Computer()
+    computer.gate.set()
+    batcher: Batcher[str, int, int] = Batcher(computer, 8, 100, gather_seconds=0.0, turn_seconds=10.0)
+
+    def batches() -> int:
+        return batcher.submit("a", [1] * 8).result(30).batches
+
+    batcher.learn_speed(8, 8.0)
+    assert batches() == 1, "8 inputs take 8 seconds, less than their turn"
+    batcher.learn_speed(2, 20.0)
+    assert batches() >= 4, "an input takes 10 seconds"
+    for _ in range(20):
+        batcher.learn_speed(8, 0.1)
+    assert batches() == 1
     batcher.close()
 
 

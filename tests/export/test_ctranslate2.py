@@ -4,6 +4,7 @@ import os
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -51,6 +52,28 @@ def test_it_finds_what_torch_finds_and_scores_it_the_same(trained: TrainedModel,
     assert sum(same) >= len(same) - 1  # its length penalty ranks a pair of close hypotheses the other way
     for one, other, is_same in zip(found, ours, same, strict=True):
         assert not is_same or one[0].score == pytest.approx(other[0].score, abs=0.01)
+
+
+def test_a_short_text_is_not_written_up_to_the_limit_of_a_long_one(trained: TrainedModel, tmp_path: Path) -> None:
+    Ctranslate2Form().write(trained.recipe, trained.model, tmp_path, "fp32")
+    network = Ctranslate2Form().load(trained.recipe, tmp_path, 1)
+    given = sources(trained)
+    alone = network.search(given, np.full(len(given), 20), Decoding(2), range(len(given)))
+    limits: list[int] = []
+    translator = network._translator
+
+    class Recorder:
+        def translate_batch(self, rows: list[list[str]], **options: Any) -> Any:
+            limits.extend([options["max_decoding_length"]] * len(rows))
+            return translator.translate_batch(rows, **options)
+
+    network._translator = Recorder()
+    mixed = np.full(len(given), 20)
+    mixed[3] = 1000
+    found = network.search(given, mixed, Decoding(2), range(len(given)))
+    assert sorted(limits) == [20] * (len(given) - 1) + [1000]
+    assert [one[0].tokens for one in found][:3] == [one[0].tokens for one in alone][:3]
+    assert [one[0].tokens for one in found][4:] == [one[0].tokens for one in alone][4:]
 
 
 def test_losses_are_those_of_torch(trained: TrainedModel, tmp_path: Path) -> None:

@@ -33,7 +33,7 @@ from packtrain.cli.serve import serve as serve_command
 from packtrain.data.pack import Pack
 from packtrain.errors import Mistake, PacktrainError
 from packtrain.export.export import ExportOptions, export_run
-from packtrain.export.service import ServedModel, ServiceSettings
+from packtrain.export.service import Manner, Question, ServedModel, ServiceSettings
 from packtrain.recipes import Decoding, Recipe, recipe_class
 from packtrain.recipes.caption import CaptionNetwork
 from packtrain.recipes.classify import ClassifierNetwork
@@ -329,9 +329,22 @@ def test_no_request_alone_makes_the_queue_full(recipes: Callable[[str], Recipe],
 def test_requests_count_by_the_work_that_they_take(shared: httpx.Client) -> None:
     long_text = "good " * 990
     assert outputs(shared.post("/v1/predict", json={"inputs": [long_text]})) == [long_text.strip()]
-    response = shared.post("/v1/predict", json={"inputs": [long_text] * 256, "beam": 32})
-    fault = "256 inputs, which count as 17,152, are more than the service accepts, 512; send less at once"
+    response = shared.post("/v1/predict", json={"inputs": [long_text] * 256})
+    fault = "256 inputs, which count as 2,816, are more than the service accepts, 512; send less at once"
     assert (response.status_code, error_of(response)) == (413, fault)
+
+
+def test_no_text_alone_holds_up_the_others(shared: httpx.Client) -> None:
+    long_text = "good " * 990
+    assert shared.post("/v1/predict", json={"inputs": ["good " * 150], "beam": 32}).status_code == 200
+    response = shared.post("/v1/predict", json={"inputs": ["hello", long_text], "beam": 32})
+    fault = "input 2 of 2 is too long for a beam of 32; shorten it, or use at most 6"
+    assert (response.status_code, error_of(response)) == (400, fault)
+    assert shared.post("/v1/predict", json={"inputs": [long_text], "beam": 6}).status_code == 200
+    response = shared.post("/v1/completions", json={"prompt": long_text, "n": 32})
+    assert error_of(response) == "the input is too long for a beam of 32; shorten it, or use at most 6"
+    sampled = shared.post("/v1/completions", json={"prompt": long_text, "n": 32, "temperature": 1})
+    assert sampled.status_code == 200, "samples are as many inputs, which need not be computed together"
 
 
 def test_a_request_is_abandoned_when_its_time_is_over(recipes: Callable[[str], Recipe], echo: EchoText) -> None:
@@ -701,10 +714,35 @@ def test_pictures_count_by_their_pixels_and_a_large_one_alone_is_answered(recipe
     large = base64.b64encode(file.getvalue()).decode()
     with serving(recipes("classify"), BrightClassifier()) as one, one.client() as client:
         response = client.post("/v1/predict", json={"inputs": [large] * 256})
-        fault = "256 inputs, which count as 22,784, are more than the service accepts, 512; send less at once"
-        assert (response.status_code, error_of(response)) == (413, fault)
+        fault = "256 inputs, of which the first 6 count as 534, are more than the service accepts, 512"
+        assert (response.status_code, error_of(response)) == (413, f"{fault}; send less at once")
         [answer] = client.post("/v1/predict", json={"inputs": [large]}).json()["predictions"]
         assert answer["top5"][0]["class"] == "cat"
+
+
+def test_hypotheses_of_captions_count(recipes: Callable[[str], Recipe]) -> None:
+    recipe = recipes("caption")
+    question = Question(picture("red"))
+    with serving(recipe, DrawnCaptioner(recipe)) as one:
+        service = one.server.service
+        sizes = [service.sizes(Manner(Decoding(beam)), [question, question]) for beam in (5, 32)]
+    assert sizes == [[1, 1], [4, 4]]
+
+
+def test_a_request_whose_headers_take_too_long_is_answered_in_time(
+    recipes: Callable[[str], Recipe], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    done = threading.Event()
+
+    def slow(_: bytes) -> int:
+        assert done.wait(30)
+        return 0
+
+    monkeypatch.setattr("packtrain.export.service.pixels_to_decode", slow)
+    with serving(recipes("classify"), BrightClassifier(), timeout_seconds=0.2) as one, one.client() as client:
+        late = client.post("/v1/predict", json={"inputs": [base64.b64encode(picture("red")).decode()]})
+        done.set()
+        assert (late.status_code, error_of(late)[:24]) == (504, "the answer took too long")
 
 
 def test_captions_say_where_they_looked(recipes: Callable[[str], Recipe]) -> None:
@@ -878,18 +916,28 @@ print("ended", flush=True)
 """
 
 
-@pytest.mark.usefixtures("processes")
+@contextmanager
+def slow_service(tmp_path: Path) -> Iterator[tuple[subprocess.Popen[str], str]]:
+    """Start a service that computes until it gets a line on its standard input."""
+    packed_run(tmp_path, job_of(tmp_path))
+    program = [sys.executable, "-c", PROGRAM, str(tmp_path / "store"), str(tmp_path / "cache")]
+    process = subprocess.Popen(program, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, bufsize=1)
+    assert process.stdout
+    try:
+        url = f"http://127.0.0.1:{int(process.stdout.readline())}"
+        assert process.stdout.readline() == "ready: greetings-1\n"
+        yield process, url
+    finally:
+        process.kill()
+        process.wait()
+
+
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
 def test_a_signal_lets_running_requests_finish_and_then_the_process_exits_0(
     tmp_path: Path, number: signal.Signals
 ) -> None:
-    packed_run(tmp_path, job_of(tmp_path))
-    program = [sys.executable, "-c", PROGRAM, str(tmp_path / "store"), str(tmp_path / "cache")]
-    process = subprocess.Popen(program, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, bufsize=1)
-    assert process.stdin and process.stdout
-    try:
-        url = f"http://127.0.0.1:{int(process.stdout.readline())}"
-        assert process.stdout.readline() == "ready: greetings-1\n"
+    with slow_service(tmp_path) as (process, url):
+        assert process.stdin and process.stdout
         with ThreadPoolExecutor(1) as pool, httpx.Client(base_url=url, timeout=30) as client:
             running_request = pool.submit(ask_many, url, ["hello"])
             assert process.stdout.readline() == "computing\n"
@@ -904,17 +952,32 @@ def test_a_signal_lets_running_requests_finish_and_then_the_process_exits_0(
         rest = process.stdout.read()
         assert process.wait(30) == 0
         assert rest.endswith("ended\n")
-    finally:
-        process.kill()
-        process.wait()
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+def test_a_second_signal_ends_the_process_at_once_while_it_computes(
+    tmp_path: Path, number: signal.Signals, capfd: pytest.CaptureFixture[str]
+) -> None:
+    with slow_service(tmp_path) as (process, url), ThreadPoolExecutor(1) as pool:
+        assert process.stdout
+        running_request = pool.submit(httpx.post, f"{url}/v1/predict", json={"inputs": ["hello"]}, timeout=30)
+        assert process.stdout.readline() == "computing\n"
+        process.send_signal(number)
+        with httpx.Client(base_url=url, timeout=30) as client:
+            wait_until(lambda: client.get("/readyz").json() == {"status": "draining"}, "it has seen the first signal")
+        process.send_signal(number)
+        assert process.wait(30) == 128 + number
+        refused = running_request.result(30)
+        assert (refused.status_code, error_of(refused)) == (503, "the service is ending; try again")
+    assert capfd.readouterr().err == ""
 
 
 def long_running_service(tmp_path: Path) -> tuple[subprocess.Popen[str], str]:
     """Start a service whose batches take seconds, all of it in CTranslate2: an untrained model never ends a text."""
-    run = packed_run(tmp_path, job_of(tmp_path))
+    run = packed_run(tmp_path, job_of(tmp_path, model={"size": "small"}))
     commit_model(run, tmp_path, 10)
     export_run(run, tmp_path / "model", ExportOptions("last"), lambda _: None)
-    sizes = ["--batch", "200", "--queue", "100000", "--threads", "1"]
+    sizes = ["--batch", "20", "--queue", "100000", "--threads", "1"]
     arguments = ["serve", str(tmp_path / "model"), "--port", "0", *sizes]
     program = [sys.executable, "-m", "packtrain", *arguments]
     process = subprocess.Popen(program, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True)
@@ -922,40 +985,29 @@ def long_running_service(tmp_path: Path) -> tuple[subprocess.Popen[str], str]:
     return process, process.stdout.readline().split()[3]
 
 
-@pytest.mark.parametrize(("signals", "status"), [(1, 0), (2, 143)])
 def test_a_service_that_still_computes_for_clients_that_left_does_not_crash(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, signals: int, status: int
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("PACKTRAIN_CACHE", str(tmp_path / "cache"))
     process, url = long_running_service(tmp_path)
     try:
         with httpx.Client(base_url=url, timeout=30) as client:
             wait_until(lambda: client.get("/readyz").status_code == 200, "it is ready")
-            body = json.dumps({"inputs": ["good morning everybody " * 80] * 3, "beam": 32}).encode()
+            body = json.dumps({"inputs": ["good morning everybody " * 80] * 12, "beam": 6}).encode()
             head = f"POST /v1/predict HTTP/1.1\r\nHost: localhost\r\nContent-Length: {len(body)}\r\n"
             message = f"{head}Content-Type: application/json\r\n\r\n".encode() + body
             clients = [socket.create_connection(("127.0.0.1", int(url.rpartition(":")[2]))) for _ in range(64)]
             for connection in clients:
                 connection.sendall(message)
-            waiting = re.compile(r"^packtrain_queue_inputs ([1-9]\d{3})", re.MULTILINE)
+            waiting = re.compile(r"^packtrain_queue_inputs [1-9]\d\d", re.MULTILINE)
             wait_until(lambda: waiting.search(client.get("/metrics").text), "it computes")
             for connection in clients:
                 connection.close()
-            for _ in range(signals):
-                process.terminate()
-                if signals > 1:
-                    wait_until(lambda: is_draining(client), "it has seen the first signal")
-        assert process.wait(30) == status
+        process.terminate()
+        assert process.wait(30) == 0
     finally:
         process.kill()
         process.wait()
-
-
-def is_draining(client: httpx.Client) -> bool:
-    try:
-        return "draining" in client.get("/readyz").text
-    except httpx.TransportError:
-        return True
 
 
 # The command.

@@ -14,7 +14,7 @@ from packtrain.pack.vocabulary import BOS, EOS, PAD
 from packtrain.recipes import Decoding
 from packtrain.recipes import search as search_module
 from packtrain.recipes.decode import TorchText
-from packtrain.recipes.recipe import Hypothesis
+from packtrain.recipes.recipe import Hypothesis, Unwanted
 from packtrain.recipes.search import length_penalty, penalize_repetition, sample_nucleus
 from packtrain.recipes.transformer import Transformer
 
@@ -214,6 +214,14 @@ def test_an_output_respects_its_token_limit(make_model: MakeModel, beam: int) ->
 @pytest.mark.parametrize("beam", [1, 3])
 def test_no_sources_have_no_outputs(make_model: MakeModel, beam: int) -> None:
     assert search(make_model(), SOURCES[:0], beam) == []
+
+
+@pytest.mark.parametrize("options", [{"beam": 1}, {"beam": 3}, {"beam": 1, "nucleus": 0.9}])
+def test_a_search_ends_when_nobody_waits_for_it(make_model: MakeModel, options: dict[str, Any]) -> None:
+    asked = [True, True, False]
+    with pytest.raises(Unwanted):
+        hypotheses(reluctant(make_model(), by=1e9), SOURCES, **options, is_wanted=lambda: asked.pop(0))
+    assert asked == [], "it was asked before each step"
 
 
 def test_the_length_penalty_is_that_of_gnmt() -> None:

@@ -6,7 +6,8 @@ take an input of each in turn until the batch is full, or would take too long
 compute them; if that fails, divide them, so that a bad input fails its own request alone
 
 So a large request is computed in several batches, between those of others, and its rest is left out if nobody waits
-for it any more.
+for it any more, because the client has left or the time of the request is over. A batch that nobody waits for is
+abandoned.
 """
 
 from __future__ import annotations
@@ -25,7 +26,7 @@ Given = TypeVar("Given")
 Made = TypeVar("Made")
 
 _MAX_RETRY_SECONDS = 60
-_MEMORY = 0.8  # weight of the past in the average time of an input of size 1
+_MEMORY = 0.8  # weight of the past in the time of an input of size 1, if it falls
 
 
 class QueueFull(Exception):
@@ -84,14 +85,15 @@ class _BatchPart(Generic[Key, Given, Made]):
 class Batcher(Generic[Key, Given, Made]):
     """Computes requests in a thread of its own, those with equal keys together.
 
-    `compute` gets a key and inputs, and returns an output for each. An input has a size, the work to compute it; most
+    `compute` gets a key and inputs, and returns an output for each; it may raise anything once its third argument
+    returns False, because nobody waits for them any more. An input has a size, the work to compute it; most
     have 1. `batch` and `queue` are sums of sizes. A batch is smaller if it would take longer than `turn_seconds`; an
     input that is larger than a batch is computed alone.
     """
 
     def __init__(
         self,
-        compute: Callable[[Key, Sequence[Given]], Sequence[Made]],
+        compute: Callable[[Key, Sequence[Given], Callable[[], bool]], Sequence[Made]],
         batch: int,
         queue: int,
         gather_seconds: float,
@@ -120,6 +122,11 @@ class Batcher(Generic[Key, Given, Made]):
             self._waiting.append(request)
             self._changed.notify()
         return future
+
+    def learn_speed(self, size: int, seconds: float) -> None:
+        """Expect inputs of this size to take as long again: slower ones at once, faster ones little by little."""
+        each = seconds / max(1, size)
+        self._seconds_per_size = max(each, _MEMORY * self._seconds_per_size + (1 - _MEMORY) * each)
 
     @property
     def num_waiting(self) -> int:
@@ -204,12 +211,17 @@ class Batcher(Generic[Key, Given, Made]):
         return parts
 
     def _settle(self, batch: Sequence[_BatchPart[Key, Given, Made]]) -> None:
+        def is_wanted() -> bool:
+            return not all(part.request.future.done() for part in batch)
+
         inputs = [one for part in batch for one in part.inputs]
         started = time.monotonic()
         try:
-            outputs = iter(self._compute(batch[0].request.key, inputs))
+            outputs = iter(self._compute(batch[0].request.key, inputs, is_wanted))
             rows = [[next(outputs) for _ in part.inputs] for part in batch]
         except Exception as error:
+            if not is_wanted():
+                return
             if len(batch) == 1:
                 future = batch[0].request.future
                 if future.set_running_or_notify_cancel():
@@ -221,9 +233,7 @@ class Batcher(Generic[Key, Given, Made]):
             self._settle(batch[middle:])
             return
         seconds = time.monotonic() - started
-        each = seconds / max(1, sum(part.size for part in batch))
-        before = self._seconds_per_size or each
-        self._seconds_per_size = _MEMORY * before + (1 - _MEMORY) * each
+        self.learn_speed(sum(part.size for part in batch), seconds)
         # First: whoever has an answer finds it in the metrics.
         self._on_batch(BatchTimes(len(inputs), len(batch), seconds))
         for part, row in zip(batch, rows, strict=True):

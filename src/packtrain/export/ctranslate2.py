@@ -85,8 +85,21 @@ class Ctranslate2Text(TextNetwork):
     ) -> list[list[Hypothesis]]:
         if decoding.nucleus is not None:
             raise Mistake("a model in CTranslate2's format does not sample; export it with --format onnx to do so")
-        # One limit for all: the library has no other. What is longer than its own is cut off below, which is rare.
-        longest = int(limits_B.max(initial=1))
+        found: list[list[Hypothesis]] = [[] for _ in limits_B]
+        # The library has one limit for all that it translates together, and a text that never ends is written up to it.
+        classes_B = np.ceil(np.log2(limits_B))
+        for like in np.unique(classes_B):
+            decoding.check_wanted()
+            rows = np.flatnonzero(classes_B == like)
+            for row, hypotheses in zip(rows, self._together(source_BS[rows], limits_B[rows], decoding), strict=True):
+                found[row] = hypotheses[: decoding.n_best]
+        return found
+
+    def _together(
+        self, source_BS: NDArray[np.int64], limits_B: NDArray[np.int64], decoding: Decoding
+    ) -> list[list[Hypothesis]]:
+        # What is longer than its own limit is cut off below, which is rare.
+        longest = int(limits_B.max())
         found = self._translator.translate_batch(
             _rows(source_BS),
             max_batch_size=_BATCH_TOKENS,
@@ -101,10 +114,7 @@ class Ctranslate2Text(TextNetwork):
             max_decoding_length=longest,
             return_scores=True,
         )
-        return [
-            _ranked(result, limit, longest)[: decoding.n_best]
-            for result, limit in zip(found, limits_B.tolist(), strict=True)
-        ]
+        return [_ranked(result, limit, longest) for result, limit in zip(found, limits_B.tolist(), strict=True)]
 
     def losses(self, source_BS: NDArray[np.int64], target_BT: NDArray[np.int64]) -> NDArray[np.float64]:
         # It adds BOS and EOS to targets itself.

@@ -183,8 +183,12 @@ class Door:
             await send(message)
 
         self.num_working += is_work
+        send_safely = with_headers(send_on, HEADERS)
         try:
-            await self._within(scope, receive, with_headers(send_on, HEADERS))
+            await self._within(scope, receive, send_safely)
+        except asyncio.CancelledError:  # after a second signal; Uvicorn would print a traceback
+            if status == CLIENT_LEFT:
+                await _fault_response(_ending())(scope, receive, send_safely)
         finally:
             self.num_working -= is_work
             seconds = time.perf_counter() - started
@@ -511,11 +515,16 @@ class Endpoints:
         self, request: Request, manner: Manner, questions: Sequence[Question], deadline: float
     ) -> list[Answer]:
         limit = self._service.settings.largest_request
-        # In a thread: texts are tokenized and the headers of images read, which takes a while for many of them.
-        sizes = await asyncio.to_thread(self._service.sizes, manner, questions)
+        try:
+            # In a thread: texts are tokenized and the headers of images read, which takes a while for many of them.
+            async with asyncio.timeout_at(deadline):
+                sizes = await asyncio.to_thread(self._service.sizes, manner, questions)
+        except TimeoutError:
+            raise _too_late() from None
         if sum(sizes) > limit:
-            large = f", which count as {sum(sizes):,}," if sum(sizes) > len(sizes) else ""
-            message = f"{len(sizes)} inputs{large} are more than the service accepts, {limit:,}; send less at once"
+            first = "which" if len(sizes) == len(questions) else f"of which the first {len(sizes)}"
+            large = f", {first} count as {sum(sizes):,}," if sum(sizes) > len(sizes) else ""
+            message = f"{len(questions)} inputs{large} are more than the service accepts, {limit:,}; send less at once"
             raise RequestFault(413, message, "too_large", param="inputs")
         try:
             submitted = self._service.submit(manner, questions, sizes)
@@ -538,12 +547,12 @@ class Endpoints:
             either: set[asyncio.Future[Any]] = {computed, left}
             await asyncio.wait(either, timeout=seconds, return_when=asyncio.FIRST_COMPLETED)
             if computed.cancelled():
-                raise RequestFault(503, "the service is ending; try again", "not_ready", headers={"Retry-After": "5"})
+                raise _ending()
             if computed.done():
                 return computed.result()
             if left.done():
                 raise ClientDisconnect
-            raise RequestFault(504, "the answer took too long; send less, or try again later", "timeout")
+            raise _too_late()
         except (Mistake, RequestFault, ClientDisconnect):
             raise
         except Exception as error:
@@ -554,6 +563,14 @@ class Endpoints:
             left.cancel()
             # What still waits of it is not computed. Not through asyncio, which would do so only after the response.
             submitted.cancel()
+
+
+def _ending() -> RequestFault:
+    return RequestFault(503, "the service is ending; try again", "not_ready", headers={"Retry-After": "5"})
+
+
+def _too_late() -> RequestFault:
+    return RequestFault(504, "the answer took too long; send less, or try again later", "timeout")
 
 
 async def _disconnected(receive: Receive) -> None:

@@ -21,11 +21,14 @@ from packtrain.export.predict import DecodeOptions
 from packtrain.export.service_metrics import ServiceMetrics
 from packtrain.pack.picture import pixels_to_decode
 from packtrain.recipes import Decoding, Prediction, Recipe
+from packtrain.recipes.caption import MAX_CAPTION_TOKENS
 from packtrain.recipes.pairs import MAX_INPUT_TOKENS, PairRecipe
-from packtrain.recipes.recipe import Network
+from packtrain.recipes.recipe import InputMistake, Network
 
 # The work that counts as one input: tokens that are read, or written in every hypothesis, and pixels of a file.
 _TOKENS_PER_INPUT, _PIXELS_PER_INPUT = 512, 1_000_000
+# Of one text, which cannot be divided: others wait for all of it. A model's own beam is accepted for any length.
+_MAX_TOKENS = 8192
 
 _SAMPLING = {"nucleus", "temperature", "seed"}  # options
 _MAX_SEED = 2**62
@@ -229,16 +232,18 @@ class Service:
         return Manner(decoding, is_conversation, next(self._numbers) if has_seed else 0)
 
     def sizes(self, manner: Manner, questions: Sequence[Question]) -> list[int]:
-        """Return as how many inputs each question counts, by the work that it takes."""
-        recipe, beam = self.model.recipe, manner.decoding.beam
-        values: list[Any] = [one.value for one in questions]
-        if not isinstance(recipe, PairRecipe):
-            return [1 + pixels_to_decode(value) // _PIXELS_PER_INPUT for value in values]
-        rows = iter(recipe.pack.vocabulary.encode([text for value in values for text in _texts(value)]))
-        read = np.array([sum(len(next(rows)) for _ in _texts(value)) for value in values]).clip(max=MAX_INPUT_TOKENS)
-        hypotheses = 1 if manner.decoding.nucleus is not None else beam
-        tokens: list[int] = (read + hypotheses * recipe.max_lengths(read)).tolist()
-        return [1 + count // _TOKENS_PER_INPUT for count in tokens]
+        """Return as how many inputs each question counts, by the work that it takes; end early if it is too much."""
+        recipe, values = self.model.recipe, [one.value for one in questions]
+        if isinstance(recipe, PairRecipe):
+            return [1 + tokens // _TOKENS_PER_INPUT for tokens in _tokens(recipe, values, manner.decoding)]
+        written = manner.decoding.beam * MAX_CAPTION_TOKENS if "beam" in recipe.decode_options else 0
+        sizes: list[int] = []
+        for value in values:
+            assert isinstance(value, bytes)
+            sizes.append(1 + pixels_to_decode(value) // _PIXELS_PER_INPUT + written // _TOKENS_PER_INPUT)
+            if sum(sizes) > self.settings.largest_request:
+                break
+        return sizes
 
     def submit(self, manner: Manner, questions: Sequence[Question], sizes: Sequence[int]) -> Future[Batched[Answer]]:
         numbered = [replace(one, number=number) for number, one in enumerate(questions)]
@@ -249,21 +254,24 @@ class Service:
             network = self.model.load()
             # The first computation takes longer: memory is allocated, files are read, kernels are chosen.
             first = Question(trial_inputs(self.model.recipe)[0])
-            self._answers(network, Manner(replace(self.model.recipe.decoding, n_best=1)), [first])
+            manner = Manner(replace(self.model.recipe.decoding, n_best=1))
+            started = time.monotonic()
+            self._answers(network, manner, [first])
+            self._batcher.learn_speed(1, time.monotonic() - started)
         except Exception as error:
             self.failure = error
         else:
             self._network = network
 
-    def _compute(self, manner: Manner, questions: Sequence[Question]) -> list[Answer]:
+    def _compute(self, manner: Manner, questions: Sequence[Question], is_wanted: Callable[[], bool]) -> list[Answer]:
         assert self._network is not None  # requests are refused before
-        decoding = manner.decoding
+        decoding = replace(manner.decoding, is_wanted=is_wanted)
         if decoding.nucleus is not None:
             # Without a seed of the client, answers differ from request to request. With one they do not depend on how
             # the request is divided into batches.
             seed = decoding.seed if manner.number else secrets.randbelow(_MAX_SEED)
-            manner = replace(manner, decoding=replace(decoding, seed=seed, first_number=questions[0].number))
-        return self._answers(self._network, manner, questions)
+            decoding = replace(decoding, seed=seed, first_number=questions[0].number)
+        return self._answers(self._network, replace(manner, decoding=decoding), questions)
 
     def _answers(self, network: Network, manner: Manner, questions: Sequence[Question]) -> list[Answer]:
         recipe = self.model.recipe
@@ -301,6 +309,20 @@ class Service:
 
     def _count_batch(self, times: BatchTimes) -> None:
         self.metrics.count_batch(times.inputs, times.seconds)
+
+
+def _tokens(recipe: PairRecipe, values: Sequence[Any], decoding: Decoding) -> list[int]:
+    """Return how many tokens are read for each value, or may be written in all hypotheses."""
+    rows = iter(recipe.pack.vocabulary.encode([text for value in values for text in _texts(value)]))
+    read = np.array([sum(len(next(rows)) for _ in _texts(value)) for value in values]).clip(max=MAX_INPUT_TOKENS)
+    beam, own_beam = 1 if decoding.nucleus is not None else decoding.beam, recipe.decoding.beam
+    written = recipe.max_lengths(read)
+    tokens: list[int] = (read + beam * written).tolist()
+    if beam > own_beam and max(tokens) > _MAX_TOKENS:
+        number = tokens.index(max(tokens))
+        largest = max(own_beam, (_MAX_TOKENS - read[number]) // written[number])
+        raise InputMistake(values, number, f"is too long for a beam of {beam}; shorten it, or use at most {largest}")
+    return tokens
 
 
 def _texts(value: str | tuple[str, ...]) -> tuple[str, ...]:

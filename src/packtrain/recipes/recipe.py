@@ -106,13 +106,18 @@ class BestBy:
         return (min if self.lower else max)(filter(math.isfinite, scores), default=None)
 
 
+class Unwanted(Exception):
+    """Nobody waits for the outputs of a search any more."""
+
+
 @dataclass(frozen=True)
 class Decoding:
     """How outputs are generated: by beam search, or by nucleus sampling if `nucleus` (the probability mass) is set.
 
     `repetition` above 1 makes tokens that were already written less likely; no n-gram of `no_repeat` tokens is
     written twice. A beam search returns its `n_best` outputs, at most as many as the beam. What is sampled depends on
-    the seed and on the number of an input; `first_number` is that of the first one.
+    the seed and on the number of an input; `first_number` is that of the first one. A search that runs step by step
+    raises Unwanted as soon as nobody waits for it.
     """
 
     beam: int = 4
@@ -123,6 +128,11 @@ class Decoding:
     seed: int = 1
     first_number: int = 0
     n_best: int = 1
+    is_wanted: Callable[[], bool] = field(default=lambda: True, compare=False, repr=False)
+
+    def check_wanted(self) -> None:
+        if not self.is_wanted():
+            raise Unwanted
 
 
 @dataclass(frozen=True)

@@ -153,6 +153,7 @@ def _write_rows(steps: Steps, limits_B: Ids, choose: Callable[[Ids, Ids], Candid
     scores_R = np.zeros(len(rows), np.float32)
     found: list[list[Hypothesis]] = [[] for _ in rows]
     while len(rows):
+        steps.decoding.check_wanted()
         chosen = choose(written_RT, rows)
         scores_R = scores_R + chosen.scores[:, 0]
         written_RT = np.concatenate([written_RT, chosen.tokens[:, :1]], axis=1)
@@ -218,6 +219,7 @@ def _beam_search(steps: Steps, limits_B: Ids, decoding: Decoding) -> list[list[H
     scores_BK[:, 0] = 0.0  # the first step starts from one hypothesis, not from K equal ones
     written_RT = np.full((len(sources) * beam, 1), BOS)
     while len(sources):
+        decoding.check_wanted()
         # Twice the beam, so that K hypotheses continue even if K of the candidates end here.
         origins, tokens, totals = _best_of_beam(steps.candidates(written_RT, 2 * beam), scores_BK, 2 * beam)
         length = written_RT.shape[1]
