@@ -636,6 +636,7 @@ def test_what_is_not_supported_is_refused(
         {"function_call": {"name": "f"}}, {"response_format": {"type": "json_object"}}, {"best_of": 2},
         {"presence_penalty": 1}, {"frequency_penalty": -0.5}, {"logit_bias": {"7": 1}}, {"modalities": ["audio"]},
         {"audio": {"voice": "alloy"}}, {"prediction": {"type": "content"}}, {"web_search_options": {}},
+        {"reasoning_effort": "high"}, {"verbosity": "low"},
     ],
     ids=lambda fields: next(iter(fields)),
 )  # fmt: skip

@@ -214,6 +214,8 @@ class ChatRequest(OpenAiRequest):
     audio: Annotated[Any, _unsupported()] = None
     prediction: Annotated[Any, _unsupported()] = None
     web_search_options: Annotated[Any, _unsupported()] = None
+    reasoning_effort: Annotated[Any, _unsupported("none")] = None
+    verbosity: Annotated[Any, _unsupported("medium")] = None
 
     @property
     def limit(self) -> int | None:
