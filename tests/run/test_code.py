@@ -229,7 +229,9 @@ KEY_FILES = (
     ".yarnrc.yml", ".pypirc", "pip.conf", ".condarc", "NuGet.Config", "gradle.properties", "settings-security.xml",
     ".ngc", ".snowsql", "sftp-config.json", "sftp.json", "filezilla.xml", "WebServers.xml", ".msmtprc",
     "robomongo.json", "logins.json", "key4.db", "login.keychain-db", ".password-store/team.gpg", "database.yml",
-    "wp-config.php", "master.key", "heroku.json",
+    "wp-config.php", "master.key", "heroku.json", "kube_config", "kube-config.yml", "my.cnf", "netrc",
+    ".gitcredentials", "cookies.txt", "cookies.sqlite", "pw.txt", ".modal.toml", "azureauth.json",
+    "hf-token", "hftoken.txt",
 )  # fmt: skip
 NAMED_AFTER_KEYS = (
     "credentials", "credentials.json", "credentials.toml", "aws_credentials.csv", "secrets.yaml", "secrets.json",
@@ -238,6 +240,7 @@ NAMED_AFTER_KEYS = (
     "gcp_sa_key.json", "ssh_key", "deploy.key.txt", "access_keys.csv", "private_key",
     "private-key.der", "password.txt", "passwords.csv", "passwd", "db_password.conf", "auth.json",
     "oauth_creds.json", "wandb_key", "google-api-key.json", "signing_key.bin", "azure_key",
+    "anthropic_key", "bot_token.txt",
 )  # fmt: skip
 
 
@@ -265,7 +268,10 @@ def test_code_and_data_of_real_projects_are_not_taken_for_keys(tmp_path: Path) -
         "tokenizer.json", "special_tokens_map.json", "tokens.txt", "added_tokens.json", "vocab.txt", "train.key.py",
         "keys.csv", "keyboard.json", "monkey.json", "authors.txt", "secret_santa.py", "token.py", "credentials.py",
         "passwords.R", "answer_keys.csv", "passenger.csv", "environment.yml", "config.yaml", "conf/base.yaml",
-        "api-key.png", "hub.py",
+        "api-key.png", "hub.py", "hf_tokenizer.py", "kubeconfig.py", "vault_pass.sh", "keyboard.py", "secrets_test.py",
+        "key_value.yaml", ".env.example", "credentials.json.sample", "next_token.json", "bos_token.txt",
+        "token_ids.json", "token_counts.csv", "per_token_loss.csv", "data/en-sa.json", "user_keys.csv",
+        "serviceaccount-v1.json",
     )  # fmt: skip
     write_files(tmp_path / "code", dict.fromkeys(names, b""))
     assert kept(tmp_path / "code", tmp_path / "back").keys() == set(names)

@@ -31,41 +31,45 @@ _KEY_FILES = (
     "*.pem", "*.key", "*.p8", "*.p12", "*.pkcs12", "*.pfx", "*.ppk", "*.asc", "*.gpg", "*.pgp", "*.age", "*.jks",
     "*.jceks", "*.bks", "*.keystore", "*.keychain", "*.kwallet", "*.agilekeychain", "*.kdb", "*.kdbx", "*.psafe3",
     "*.bek", "*.fve", "*.tpm", "*.keytab", "*.ovpn", "*.tblk", "*.rdp", "*.mobileprovision", "*.pcap", "*.cscfg",
-    "*.publishsettings", "*[._-]rsa", "*[._-]dsa", "*[._-]ecdsa", "*[._-]ed25519", "id_rsa*", "id_dsa*", "id_ecdsa*",
-    "id_ed25519*", "keyring", "keystore", "otr.private_key", "wg[0-9].conf", "*.wgconf",
+    "*.publishsettings", "*[._-]rsa", "*[._-]dsa", "*[._-]ecdsa", "*[._-]ed25519", "id_rsa*", "id_dsa*",
+    "id_ecdsa*", "id_ed25519*", "keyring", "keystore", "otr.private_key", "wg[0-9].conf", "*.wgconf",
     # passwords and logins
-    ".netrc", "_netrc", "*.netrc", ".authinfo*", ".pgpass", "pgpass.conf", ".my.cnf", ".mylogin.cnf", ".mongorc.js",
-    ".htpasswd", "*.htpasswd", "htpasswd", "shadow", "proftpdpasswd", ".vault_pass*", ".vault-pass*", "vault_pass*",
-    "*.vault_pass", ".dbshell", "dbeaver-data-sources.xml", ".ftpconfig", "filezilla.xml", "recentservers.xml",
-    "sitemanager.xml", "sftp.json", "sftp-config.json", ".remote-sync.json", "webservers.xml", ".muttrc", ".msmtprc",
-    ".esmtprc", ".fetchmailrc", "robomongo.json", "logins.json", "key[34].db", "keys.db", "login.keychain*",
+    ".netrc", "_netrc", "netrc", "*.netrc", ".authinfo*", ".pgpass", "pgpass.conf", ".my.cnf", "my.cnf",
+    ".mylogin.cnf", ".mongorc.js", ".htpasswd", "*.htpasswd", "htpasswd", "shadow", "proftpdpasswd", ".vault_pass*",
+    ".vault-pass*", "vault_pass*", "*.vault_pass", ".dbshell", "dbeaver-data-sources.xml", ".ftpconfig",
+    "filezilla.xml", "recentservers.xml", "sitemanager.xml", "sftp.json", "sftp-config.json", ".remote-sync.json",
+    "webservers.xml", ".muttrc", ".msmtprc", ".esmtprc", ".fetchmailrc", "robomongo.json", "logins.json",
+    "key[34].db", "keys.db", "login.keychain*", "cookies", "cookies.txt", "cookies.sqlite", "pass.txt", "pw.txt",
     # clouds and clusters
     "kubeconfig*", "*.kubeconfig", ".kubeconfig", ".dockercfg", ".dockerconfigjson", "docker-config.json",
-    "*.tfstate", "*.tfstate.*", "*.tfvars", "*.tfvars.json", ".terraformrc", "terraform.rc", "credentials.tfrc.json",
-    ".boto", ".s3cfg", ".passwd-s3fs", "passwd-s3fs", "rclone.conf", ".rclone.conf", ".mc",
-    "application_default_credentials.json", "service-account*.json", "service_account*.json", "serviceaccount*.json",
-    "*-service-account.json", "*-sa.json", "client_secret*.json", ".bluemix", "apikey.json", "ibmcloud*.json",
-    ".softlayer", ".databrickscfg", ".snowsql", ".trc", ".tugboat", "accesskeys.csv", "accesskeys*.csv",
-    "*_accesskeys.csv", "rootkey.csv", "credentials.csv", "new_user_credentials.csv", ".vault-token", ".vault_token",
-    "vault.yml", "vault.yaml", "master.key", ".ngc",
+    "kube[_-]config*", "*.tfstate", "*.tfstate.*", "*.tfvars", "*.tfvars.json", ".terraformrc", "terraform.rc",
+    "credentials.tfrc.json", ".boto", ".s3cfg", ".passwd-s3fs", "passwd-s3fs", "rclone.conf", ".rclone.conf", ".mc",
+    "application_default_credentials.json", "service-account*.json", "service_account*.json", "serviceaccount.json",
+    "serviceaccountkey*.json", "*-service-account.json", "client_secret*.json", "azureauth.json", ".bluemix",
+    "apikey.json", "ibmcloud*.json", ".softlayer", ".databrickscfg", ".snowsql", ".trc", ".tugboat",
+    "accesskeys.csv", "accesskeys*.csv", "*_accesskeys.csv", "rootkey.csv", "credentials.csv",
+    "new_user_credentials.csv", ".vault-token", ".vault_token", "vault.yml", "vault.yaml", "master.key", ".ngc",
     # registries, hosts of code, tools of the trade
-    ".npmrc", ".yarnrc", ".yarnrc.yml", ".pypirc", "pip.conf", ".condarc", ".gem", ".git-credentials", ".gitcookies",
-    ".hgrc", ".netlify", "hub", ".wandbrc", ".comet.config", ".neptune*", "kaggle.json", ".kaggle.json", "hf_token*",
-    ".hf_token*", ".huggingface_token", "stored_tokens", ".openai*", ".anthropic*", ".cohere*", ".replicate*",
-    ".mlflow-credentials", "heroku.json", ".circleci.yml", "nuget.config", "gradle.properties",
-    "settings-security.xml", "database.yml", "database.yaml", "secret_token.rb", "knife.rb", "localsettings.php",
-    "wp-config.php", "omniauth.rb", "carrierwave.rb", "salesforce.js", "mongoid.yml", "appsettings.*.json",
-    ".streamlit-secrets.toml",
+    ".npmrc", ".yarnrc", ".yarnrc.yml", ".pypirc", "pip.conf", ".condarc", ".gem", ".git-credentials",
+    ".gitcredentials", ".gitcookies", ".hgrc", ".netlify", "hub", ".wandbrc", ".comet.config", ".neptune*",
+    "kaggle.json", ".kaggle.json", "hf[_-]token*", "hftoken*", ".hf_token*", ".huggingface_token", ".modal.toml",
+    "stored_tokens", ".openai*", ".anthropic*", ".cohere*", ".replicate*", ".mlflow-credentials", "heroku.json",
+    ".circleci.yml", "nuget.config", "gradle.properties", "settings-security.xml", "database.yml", "database.yaml",
+    "secret_token.rb", "knife.rb", "localsettings.php", "wp-config.php", "omniauth.rb", "carrierwave.rb",
+    "salesforce.js", "mongoid.yml", "appsettings.*.json", ".streamlit-secrets.toml",
 )  # fmt: skip
-# Words of which one in its name makes a file that is no source code one with keys.
-_KEY_WORDS = {
-    "apikey", "apikeys", "auth", "cred", "creds", "credential", "credentials", "keytab", "passphrase", "passwd",
-    "password", "passwords", "privatekey", "secret", "secrets", "token",
-}  # fmt: skip
-# `key` is a word of many names; these before it make it one that gives access.
-_KEY_PAIRS = re.compile(
-    r"(^|_)(access|account|api|app|auth|aws|azure|deploy|encryption|gcloud|gcp|google|host|openai|private|prod|root|sa|secret"
-    r"|server|service|service_account|sign(ing)?|ssh|ssl|storage|tls|user|wandb)_?keys?(_|$)"
+# Copies of such files with the keys taken out, to be filled in.
+_TEMPLATES = (".example", ".sample", ".template", ".dist", ".tmpl")
+# What a `key` or `token` is for; both are words of many other names: sort_key, next_token.
+_GIVES_ACCESS = (
+    "account|anthropic|api|aws|azure|bearer|bot|comet|deploy|discord|gcp|gh|git|github|gitlab|google|hf|hub|huggingface|login"
+    "|mlflow|neptune|ngc|npm|oauth|openai|pypi|refresh|sas|security|service|session|sign(ing)?|slack|telegram|vault|wandb"
+)
+# Words in the name of a file that is no source code: it has keys.
+_KEY_WORDS = re.compile(
+    r"(^|_)(api_?keys?|auth|creds?|credentials?|keytab|passphrase|passwd|passwords?|private_?key|secrets?)(_|$)"
+    r"|^token(_(txt|json|ya?ml|toml|ini|conf|bin|db))?$"
+    rf"|(^|_)({_GIVES_ACCESS}|access|app|auth|encryption|gcloud|host|prod|root|sa|server|ssh|ssl|storage|tls)_?(key|token)s?(_|$)"
 )
 _SOURCE = (
     ".py", ".pyi", ".pyx", ".pxd", ".ipynb", ".sh", ".bash", ".zsh", ".fish", ".r", ".rmd", ".jl", ".c", ".cc",
@@ -80,15 +84,51 @@ _SOURCE_NAMES = (
     "readme*",
 )  # fmt: skip
 
-_API_KEY_LITERALS = (
-    "sk-", "AIza", "k_live_", "npm_", "pypi-AgE", "SG.", "_v1_", "dapi", "hvs.", "hvb.", "ya29.", "r8_", "nvapi-",
-    "gsk_", "xai-", "pplx-", "dckr_pat_", "tskey-", "glsa_", "pnu_", "pul-", "PMAK-", "ntn_", "lin_api_", "dp.pt.",
-    "sntry", "shp", "sq0atp-", "xkeysib-", "rubygems_", "pscale_", "AKCp", "ops_eyJ", "lsv2_", "KGAT_", "LTAI",
-    ":AA",
-)  # fmt: skip
+# How keys begin that nothing else begins like, and the form of the rest. Sources: what issuers document, and the rules
+# of gitleaks, detect-secrets and trufflehog.
+_KEYS = {
+    "sk-": r"(?:proj|svcacct|admin|or-v1|ant-[a-z]+[0-9]{2})-[\w-]{32}|(?<![\w-]sk-)[A-Za-z0-9]{32}",
+    # models and experiments
+    "AIza": r"[\w-]{35}(?![\w-])", "bedrock-api-key-": r"[\w+/=-]{20}", "csk-": r"[a-z0-9]{48}",
+    "dapi": r"[a-f0-9]{32}(?!\w)", "fw_": r"[A-Za-z0-9]{24}(?!\w)", "gsk_": r"[A-Za-z0-9]{52}",
+    "jina_": r"[\w-]{60}", "KGAT_": r"[a-f0-9]{32}", "lsv2_": r"(?:pt|sk)_[a-f0-9]{32}", "nvapi-": r"[\w-]{60}",
+    "pcsk_": r"[A-Za-z0-9]{5,6}_[A-Za-z0-9]{63}", "pplx-": r"[A-Za-z0-9]{48}", "r8_": r"[\w-]{37}(?!\w)",
+    "rpa_": r"[A-Z0-9]{32}", "tgp_v1_": r"[\w-]{43}", "wandb_v1_": r"[\w-]{40}", "xai-": r"\w{80}",
+    # clouds and hosts
+    "1//0": r"[\w-]{40}", "4b1d": r"[A-Za-z0-9]{38}(?!\w)", "ABSK": r"[A-Za-z0-9+/]{109}",
+    "AQVN": r"[\w-]{35,38}(?!\w)", "LTAI": r"[A-Za-z0-9]{17,21}(?!\w)", "GOCSPX-": r"[\w-]{28}",
+    "HRKU-AA": r"[\w-]{58}", "ya29.": r"[\w-]{30}", "bb_": r"(?:pr|ma)_[a-f0-9]{30}",
+    "cfat_": r"[A-Za-z0-9]{40}[a-f0-9]{8}", "cfut_": r"[A-Za-z0-9]{40}[a-f0-9]{8}",
+    "cfk_": r"[A-Za-z0-9]{40}[a-f0-9]{8}", "dop_v1_": "[a-f0-9]{64}", "doo_v1_": "[a-f0-9]{64}",
+    "dor_v1_": "[a-f0-9]{64}", "fm1a_": r"[\w+/]{100}", "fm1r_": r"[\w+/]{100}", "fm2_": r"[\w+/]{100}",
+    "fo1_": r"[\w-]{43}(?!\w)", "salad_cloud_": r"\w{1,7}_\w{7}", "sbp_": r"[a-z0-9]{40}(?!\w)",
+    "tk-us-": r"[\w-]{48}", "tskey-": r"[a-z]+-\w+-[A-Za-z0-9]{20}", "v1.0-": r"[a-f0-9]{24}-[a-f0-9]{146}",
+    # secrets, signing in, packages and code
+    "A3-": r"[A-Z0-9]{6}-(?:[A-Z0-9]{11}|[A-Z0-9]{6}-[A-Z0-9]{5})(?:-[A-Z0-9]{5}){3}", "AKCp": r"[A-Za-z0-9]{69}",
+    "API-": r"[A-Z0-9]{26}(?!\w)", "ATATT3": r"[\w=-]{180}", "CCIPAT_": r"[A-Za-z0-9]{22}_[a-fA-F0-9]{40}",
+    "CLOJARS_": r"[a-z0-9]{60}", "bkua_": r"[a-z0-9]{40}", "cmVmdGtu": r"[A-Za-z0-9]{56}",
+    "dckr_": r"(?:pat_[\w-]{27}|oat_[\w-]{32})",
+    "dp.": r"(?:ct|pt|st(?:\.[\w-]{2,35})?|sa|scim|audit)\.[A-Za-z0-9]{40}", "hvb.": r"[\w-]{60}",
+    "hvs.": r"[\w-]{24}", "npm_": r"[A-Za-z0-9]{36}(?!\w)", "ops_eyJ": r"[A-Za-z0-9+/]{60}",
+    "pnu_": r"[A-Za-z0-9]{36}(?!\w)", "pul-": r"[a-f0-9]{40}(?!\w)", "pypi-AgE": r"[\w-]{50}",
+    "rubygems_": r"[a-f0-9]{48}", "sgp_": r"(?:[a-fA-F0-9]{16}_|local_)?[a-fA-F0-9]{40}", "sha256~": r"[\w-]{43}",
+    # services
+    "EZAK": r"[A-Za-z0-9]{54}", "FLWSECK-": r"[0-9a-z]{32}-X", "NRAK-": r"[A-Z0-9]{27}", "NRII-": r"[\w-]{25}",
+    "PMAK-": r"[a-f0-9]{24}-[a-f0-9]{34}", "SG.": r"[\w-]{22}\.[\w-]{43}", "SK": r"[0-9a-fA-F]{32}(?!\w)",
+    "dnkey-": r"[\w=-]{26}-[\w=-]{52}", "dt0c01.": r"[A-Z0-9]{24}\.[A-Z0-9]{64}", "duffel_live_": r"[\w=-]{43}",
+    "eyJrIjoi": r"[A-Za-z0-9]{70}", "figd_": r"[\w-]{40}", "fio-u-": r"[\w=-]{64}",
+    "glc_": r"eyJ[A-Za-z0-9+/=]{60}", "glsa_": r"[A-Za-z0-9]{32}_[a-fA-F0-9]{8}", "ico-": r"[A-Za-z0-9]{32}(?!\w)",
+    "key-": r"[a-f0-9]{32}(?!\w)", "lin_api_": r"[A-Za-z0-9]{40}", "ntn_": r"[0-9]{11}[A-Za-z0-9]{35}",
+    "pat-eu1-": r"[0-9a-fA-F-]{36}(?!\w)", "pat-na1-": r"[0-9a-fA-F-]{36}(?!\w)", "phx_": r"\w{43}",
+    "pscale_": r"(?:tkn|oauth|pw)_[\w=.-]{32}", "rdme_": r"[a-z0-9]{70}", "rk_live_": r"[A-Za-z0-9]{20}",
+    "sk_live_": r"[A-Za-z0-9]{20}", "sntryu_": r"[a-f0-9]{64}", "sntrys_eyJ": r"[\w+/=]{40}",
+    "shippo_live_": r"[a-fA-F0-9]{40}", "shpat_": r"[a-fA-F0-9]{32}", "shpca_": r"[a-fA-F0-9]{32}",
+    "shppa_": r"[a-fA-F0-9]{32}", "shpss_": r"[a-fA-F0-9]{32}", "sm_aat_": r"[A-Za-z0-9]{16}",
+    "sm_pat_": r"[A-Za-z0-9]{16}", "sm_sat_": r"[A-Za-z0-9]{16}", "sq0atp-": r"[\w-]{22}", "sq0csp-": r"[\w-]{40}",
+    "tfp_": r"[\w.=-]{44}", "xkeysib-": r"[a-f0-9]{64}",
+}  # fmt: skip
 # Precise enough for source code: a kind of secret, and the form that its issuer gives it. Each form is searched for
-# only in texts that contain one of its literals, which makes a scan of large texts fast. Sources: what issuers
-# document, and the rules of gitleaks, detect-secrets and trufflehog.
+# only in texts that contain one of its literals, which makes a scan of large texts fast.
 _FORMS = {
     "a private key": (
         ("PRIVATE KEY", "AGE-SECRET-KEY-1", "PuTTY-User-Key-File-"),
@@ -98,7 +138,7 @@ _FORMS = {
     "an AWS access key": (
         ("AKIA", "ASIA"),
         # The documentation of AWS uses keys that end in EXAMPLE.
-        r"(?<![A-Za-z0-9+/])(?:AKIA|ASIA)(?![A-Z0-9]{9}EXAMPLE)[A-Z0-9]{16}(?![A-Za-z0-9+/])|(?<!\w)ABSK[A-Za-z0-9+/]{109}",
+        r"(?<![A-Za-z0-9+/])(?:AKIA|ASIA)(?![A-Z0-9]{9}EXAMPLE)[A-Z0-9]{16}(?![A-Za-z0-9+/])",
     ),
     "an AWS secret key": (
         ("ccess", "ACCESS", "aws", "AWS"),
@@ -107,15 +147,29 @@ _FORMS = {
     ),
     "an AWS session token": (
         ("ession", "ESSION"),
-        r"(?i:aws_?(?:session|security)_?token|(?<![a-z])session_?token)[\"']?\s*[:=]\s*[\"']?[A-Za-z0-9/+]{100}",
+        r"(?i:aws_?(?:session|security)_?token|(?<![a-z])session_?token)[\"']?\s*[:=]\s*[\"']?"
+        r"(?![A-Za-z0-9/+]{0,99}EXAMPLE)[A-Za-z0-9/+]{100}",
     ),
     "a GitHub token": (
         ("gho_", "ghp_", "ghr_", "ghs_", "ghu_", "github_pat_"),
         r"(?<!\w)(?:gh[oprsu]_[A-Za-z0-9]{36}|github_pat_[A-Za-z0-9]{22}_[A-Za-z0-9]{20})",
     ),
     "a GitLab token": (
-        ("glpat-", "gldt-", "glrt-", "glptt-", "glcbt-", "gloas-", "glagent-", "glsoat-"),
-        r"(?<!\w)gl(?:pat|dt|rt|ptt|cbt|oas|agent|soat)-[A-Za-z0-9_-]{20}",
+        (
+            "glpat-",
+            "gldt-",
+            "glrt-",
+            "glptt-",
+            "glcbt-",
+            "gloas-",
+            "glagent-",
+            "glsoat-",
+            "glffct-",
+            "glft-",
+            "glimt-",
+            "GR1348941",
+        ),
+        r"(?<!\w)(?:gl(?:pat|dt|rt|ptt|cbt|oas|agent|soat|ffct|ft|imt)-|GR1348941)[A-Za-z0-9_-]{20}",
     ),
     "a Hugging Face token": (
         ("hf_", "api_org_"),
@@ -124,22 +178,14 @@ _FORMS = {
     ),
     "a Slack token": (
         ("xox", "xapp-", "hooks.slack.com"),
-        r"(?<!\w)xox[abceoprs]-(?:[0-9]-)?[0-9]{8,}-[A-Za-z0-9-]{6}|(?<!\w)xapp-[0-9]-[A-Z0-9]{9,}-[0-9]{8,}-"
+        r"(?<!\w)xox[abceoprs]-(?:[0-9]-)?[0-9]{8,}-[A-Za-z0-9-]{6}|(?<!\w)xoxe(?:\.xox[bp])?-[0-9]-[A-Z0-9]{100}|(?<!\w)xapp-[0-9]-[A-Z0-9]{9,}-[0-9]{8,}-"
         r"|hooks\.slack\.com/services/T[A-Z0-9]{7,}/B[A-Z0-9]{7,}/[A-Za-z0-9]{16}",
     ),
-    "an API key": (
-        _API_KEY_LITERALS,
-        r"(?<![\w-])sk-(?:(?:proj|svcacct|admin|or-v1|ant-[a-z]+[0-9]{2})-[A-Za-z0-9_-]{32}|[A-Za-z0-9]{32})"
-        r"|(?<!\w)(?:AIza[A-Za-z0-9_-]{35}(?![\w-])|[sr]k_live_[A-Za-z0-9]{24}|npm_[A-Za-z0-9]{36}(?!\w)"
-        r"|pypi-AgE[\w-]{50}|SG\.[\w-]{22}\.[\w-]{43}|do[opr]_v1_[a-f0-9]{64}|dapi[a-f0-9]{32}(?!\w)"
-        r"|hvs\.[\w-]{24}"
-        r"|ya29\.[\w-]{30}|r8_[A-Za-z0-9]{37}(?!\w)|nvapi-[\w-]{60}|wandb_v1_[\w-]{40}|tgp_v1_[\w-]{43}"
-        r"|gsk_[A-Za-z0-9]{52}|xai-[A-Za-z0-9]{80}|pplx-[A-Za-z0-9]{48}|dckr_pat_[\w-]{27}|tskey-[a-z]+-\w+-[A-Za-z0-9]{20}"
-        r"|glsa_[A-Za-z0-9]{32}_[a-fA-F0-9]{8}|pnu_[A-Za-z0-9]{36}(?!\w)|pul-[a-f0-9]{40}(?!\w)|PMAK-[a-f0-9]{24}-[a-f0-9]{34}"
-        r"|ntn_[0-9]{11}[A-Za-z0-9]{35}|lin_api_[A-Za-z0-9]{40}|dp\.pt\.[A-Za-z0-9]{40}|sntryu_[a-f0-9]{64}|sntrys_eyJ[\w+/=]{40}"
-        r"|shp(?:at|ca|pa|ss)_[a-fA-F0-9]{32}|sq0atp-[\w-]{22}|xkeysib-[a-f0-9]{64}|rubygems_[a-f0-9]{48}"
-        r"|pscale_(?:tkn|oauth|pw)_[\w=.-]{32}|AKCp[A-Za-z0-9]{69}|ops_eyJ[A-Za-z0-9+/]{60}|hvb\.[\w-]{60}"
-        r"|lsv2_(?:pt|sk)_[a-f0-9]{32}|KGAT_[a-f0-9]{32}|LTAI[A-Za-z0-9]{20}(?!\w)|[0-9]{8,10}:AA[\w-]{33}(?![\w-]))",
+    "an API key": (  # with what is typical of it in the middle
+        (":AA", ".atlasv1.", "Q~", "_mmk", "/webhooks/", ".webhook.office.com"),
+        r"(?<!\w)(?:[0-9]{8,10}:AA[\w-]{33}(?![\w-])|[A-Za-z0-9]{14}\.atlasv1\.[\w=-]{60}"
+        r"|[\w.~-]{3}[0-9]Q~[\w.~-]{31,34}(?![\w.~-])|[A-Za-z0-9]{6}_[A-Za-z0-9]{29}_mmk(?!\w)"
+        r"|discord(?:app)?\.com/api/webhooks/[0-9]{17,20}/[\w-]{60})|\.webhook\.office\.com/webhookb2/[0-9a-f]{8}-",
     ),
     "an Azure key": (("AccountKey=", "AccessKey="), r"(?:Account|SharedAccess)Key=[A-Za-z0-9+/]{42,86}="),
     "a JSON web token": (("eyJ",), r"(?<![\w-])eyJ[\w-]{16,}\.eyJ[\w-]{16,}\.[\w-]{16}"),
@@ -149,10 +195,12 @@ _FORMS = {
         r"|sig=[\w%+/-]{40,}(?:%3D|=))",
     ),
     "a login": (
-        ("machine", "_authToken", "_auth", '"auth"', '"key"', "sshpass", "client-key-data"),
+        ("machine", "_auth", '"auth"', '"username"', "sshpass", "curl", "client-key-data"),
         r"(?m:^|[\"'])\s*machine\s+\S+\s+login\s+\S+\s+password\s+(?![<$%{])\S{3}"
         r"|(?<!\w)_auth(?:Token)?\s*=\s*(?=\S*[0-9])[\w+/=-]{20}|\"auth\":\s*\"(?=[^\"]*[0-9])(?=[^\"]*[A-Z])[A-Za-z0-9+/]{12,}={0,2}\""
-        r"|\"key\":\s*\"[0-9a-f]{32}\"\s*\}|sshpass\s+-p\s*[\"']?(?![$<\"'])\S{4}|client-key-data:\s*[A-Za-z0-9+/]{40}",
+        r"|\"username\":\s*\"[^\"]*\",\s*\"key\":\s*\"[0-9a-f]{32}\""
+        r"|curl\s[^\n]{0,80}?(?:-u|--user)[ =][\"']?[^\s:\"'$<{]+:"
+        r"(?!(?i:passw|pwd|secret|token|xxx))[^\s:\"'$<{]{6}|sshpass\s+-p\s*[\"']?(?![$<\"'])\S{4}|client-key-data:\s*[A-Za-z0-9+/]{40}",
     ),
     "an authorization header": (
         ("uthorization", "AUTHORIZATION"),
@@ -170,17 +218,21 @@ _FORMS = {
 # A value from a generator beside its name, as in a file of variables: `WANDB_API_KEY=...`, `"api_key": "..."`. The end
 # of the name comes first: a search for whole names takes twenty times as long.
 _ASSIGNED = re.compile(
-    r"(?:ey|EY|oken|OKEN|ecret|ECRET|ass|ASS|assw(?:or)?d|ASSW(?:OR)?D)[\"']?\]?\s{0,3}(?:=>?|:|,)\s{0,3}"
-    r"(?P<open>[\"']?)(?P<value>[A-Za-z0-9+/_=.~-]{16,200})(?P<end>[\"']|[;,\s]|$)"
+    r"(?P<name>ey|EY|oken|OKEN|ecret|ECRET|ass(?:w(?:or)?d)?|ASS(?:W(?:OR)?D)?)"
+    r"(?:[\"']?\]?\s{0,3}(?:=>?|:)\s{0,3}|[\"'],\s{0,3}(?=[\"'])|(?<=[A-Z])[ \t]{1,3})"
+    r"(?P<open>[\"']?)(?P<value>[A-Za-z0-9+/_.~-]{16,200})={0,2}(?P<end>[\"'`;,&|}\s]|$)"
 )
-_NAME_BEFORE = re.compile(r"[\w.-]{0,40}$")
+_NAME_BEFORE = re.compile(r"[\w.-]*$")
+# With the name of what encloses it: `wandb.login(key=...)`, and `key: ...` below `wandb:`.
+_NAMES_BEFORE = re.compile(r"(?:[\w.-]+[\"']?(?:\(|\[|:\s+|:?\s?\{)[\"'\s]*)?[\w.-]*$")
+_MAX_NAME = 60
 _LEAST_BITS = 3.0  # per character; 16 random hexadecimal digits have about 3.4, words of a language about 3
 _COMPILED_FORMS = {kind: (literals, re.compile(form)) for kind, (literals, form) in _FORMS.items()}
+_COMPILED_KEYS = {
+    start: (re.compile(re.escape(start)), re.compile(rf"(?<!\w){re.escape(start)}(?:{rest})"))
+    for start, rest in _KEYS.items()
+}
 
-_GIVES_ACCESS = (
-    "account|anthropic|api|aws|azure|bearer|bot|comet|deploy|gcp|git|github|gitlab|google|hf|hub|huggingface|login|mlflow|"
-    "neptune|ngc|npm|oauth|openai|pypi|refresh|sas|security|service|session|sign(ing)?|slack|vault|wandb"
-)
 _SECRET_NAME = re.compile(
     r"secret|passw(or)?d|passphrase|credential|api_?key|access_?key|private_?key|(^|_)(authorization|bearer)(_|$)"
     rf"|(^|_)token(_|$)|(auth|access|api|bearer|hf|hub)token|(^|_)({_GIVES_ACCESS})_?key$"
@@ -190,6 +242,7 @@ _SECRET_ARGUMENT = re.compile(
     r"(^|_)(secret|passw(or)?d|passphrase|credentials?|api_?key|access_?key|private_?key)(_key)?$"
     rf"|^(token|bearer|authorization)$|(^|_)(auth|access|{_GIVES_ACCESS})_?(token|key)$"
 )
+_TOKEN = re.compile("(^|_)token$")
 # Looser than the forms above: a job has no reason to contain anything like them.
 _SECRET_VALUE = re.compile(
     r"(?<![A-Z0-9])(AKIA|ASIA)[A-Z0-9]{16}(?![A-Z0-9])"
@@ -247,9 +300,13 @@ def mentions_aws(text: str) -> bool:
 
 def find_secret(text: str) -> str | None:
     """Return which secret a text contains, such as "a GitHub token": one that its form alone makes certain."""
+    text = text.replace("\\n", "\n").replace('\\"', '"')  # code in the strings of a notebook
     for kind, (literals, form) in _COMPILED_FORMS.items():
         if any(literal in text for literal in literals) and form.search(text):
             return kind
+    for start, form in _COMPILED_KEYS.values():
+        if any(form.match(text, found.start()) for found in start.finditer(text)):
+            return "an API key"
     if any(_assigns_secret(text, assigned) for assigned in _ASSIGNED.finditer(text)):
         return "a key or token next to its name"
     return None
@@ -257,37 +314,43 @@ def find_secret(text: str) -> str | None:
 
 def _assigns_secret(text: str, assigned: re.Match[str]) -> bool:
     """True if a name that gives access stands before a value that looks random, not like a word, a call or a path."""
-    if assigned["open"] != assigned["end"] and (assigned["open"] or assigned["end"] in "\"'"):
+    if assigned["open"] not in ("", assigned["end"]) or not _looks_random(assigned["value"]):
         return False
-    if not _looks_random(assigned["value"].rstrip("=")):
-        return False
-    start = assigned.start()
-    beginning = _NAME_BEFORE.search(text[max(0, start - 40) : start])
-    assert beginning is not None  # it may be empty
-    name = re.match(r"[A-Za-z]+", text[start:])
-    return name is not None and _SECRET_ARGUMENT.search(_words(beginning[0] + name[0])) is not None
+    before = text[max(0, assigned.start() - _MAX_NAME) : assigned.start()]
+    for names in (_NAME_BEFORE, _NAMES_BEFORE):
+        beginning = names.search(before)
+        assert beginning is not None  # it may be empty
+        if before[: beginning.start()].endswith(("?", "&")):  # of a URL, whose forms are above
+            return False
+        name = _words(beginning[0] + assigned["name"]).strip("_")
+        if _SECRET_ARGUMENT.search(name) or (names is _NAME_BEFORE and _TOKEN.search(name)):
+            return True
+    return False
 
 
 def _looks_random(value: str) -> bool:
-    # A name such as `tokens.api_key2` is made of words, each with a number at most.
-    if all(re.fullmatch("[A-Za-z]*[0-9]{0,3}|[0-9]+", part) for part in re.split(r"[._/~-]", value)):
+    # A name such as `tokens.api_key2` is made of words, most of them with a number at most.
+    parts = re.split(r"[._/~-]", value)
+    random = [part for part in parts if not re.fullmatch("[A-Za-z]*[0-9]{0,3}|[0-9]+", part)]
+    if 2 * sum(map(len, random)) <= sum(map(len, parts)) or "example" in value.lower():
         return False
     return -sum(n / len(value) * log2(n / len(value)) for n in Counter(value).values()) >= _LEAST_BITS
 
 
 def keeps_keys(name: str) -> bool:
     """True if tools keep keys in files of that name, whoever put it there."""
-    return any(fnmatchcase(name.lower(), pattern) for pattern in _KEY_FILES)
+    lower = name.lower()
+    if lower.endswith(_TEMPLATES):
+        return False
+    # A pattern also fits the names of code: hf_tokenizer.py.
+    patterns = [one for one in _KEY_FILES if "*" not in one or lower.startswith(".") or not is_source(name)]
+    return any(fnmatchcase(lower, pattern) for pattern in patterns)
 
 
 def suggests_keys(name: str) -> bool:
     """True if a word in the name of a file that is no source code says that it has a key."""
-    words = _words(name)
-    return (
-        not is_source(name)
-        and not name.lower().endswith(_PICTURES)
-        and (bool(_KEY_WORDS & set(words.split("_"))) or _KEY_PAIRS.search(words) is not None)
-    )
+    is_something_else = is_source(name) or name.lower().endswith((*_PICTURES, *_TEMPLATES))
+    return not is_something_else and _KEY_WORDS.search(_words(name)) is not None
 
 
 def is_source(name: str) -> bool:
