@@ -140,3 +140,13 @@ def test_use_over_time_keeps_its_mean_in_few_spans() -> None:
     assert (np.diff(use.times) > 0).all()
     assert use.means[:-1, 0].mean() == pytest.approx(use.times[-2] / 2, rel=0.02)
     assert np.isnan(use.means[:, 1]).all()
+
+
+def test_use_over_time_is_thinned_to_parts_that_stay_the_same() -> None:
+    use = UseOverTime(2)
+    use.append(np.arange(40.0), np.stack([np.arange(40.0), np.full(40, np.nan)], 1), 64)
+    times, means = use.thinned(10)
+    assert times.tolist() == [*range(3, 40, 4)]
+    assert means.tolist() == [[first + 1.5, 0] for first in range(0, 40, 4)]
+    use.append(np.array([40.0]), np.array([[7.0, 1.0]]), 64)
+    assert use.thinned(11)[1][:10].tolist() == [[first + 1.5, 0] for first in range(0, 40, 4)]

@@ -151,25 +151,30 @@ class Table:
         return rows if len(rows) <= points else extremes(rows, column.values[places], begin, end, points)
 
     def means(self, names: Sequence[str], points: int) -> tuple[Rows, dict[str, Numbers]]:
-        """Return the last row of each of at most that many parts, and the mean of each column in it; a gap counts as 0.
-
-        Parts have the same size, a power of two, so that those which are complete stay the same as rows are added.
-        """
-        size = 1
-        while self.rows > points * size:
-            size *= 2
-        starts = np.arange(0, self.rows, size)
-        counts = np.diff(np.append(starts, self.rows))
+        """Return the last row of each of at most that many parts, and the means in it; a gap counts as 0."""
+        starts, counts = _parts(self.rows, points)
         found = {}
         for name in names:
             column = self.columns[name]
-            if size >= BLOCK and column.rows is None and column.count == self.rows:
+            if counts.max(initial=0) >= BLOCK and column.rows is None and column.count == self.rows:
                 sums = _block_sums(column, starts // BLOCK)
             else:
                 finite = np.nan_to_num(self.all(name), posinf=0.0, neginf=0.0)
                 sums = np.add.reduceat(finite, starts, dtype=np.float64) if self.rows else np.zeros(0)
             found[name] = sums / counts
         return starts + counts - 1, found
+
+
+def _parts(rows: int, most: int) -> tuple[Rows, Rows]:
+    """Return the start of each of at most that many parts of rows, and its size.
+
+    It is the same power of two for all but the last, so that complete parts stay the same as rows are added.
+    """
+    size = 1
+    while rows > most * size:
+        size *= 2
+    starts = np.arange(0, rows, size)
+    return starts, np.diff(np.append(starts, rows))
 
 
 def _candidates(column: GrowingColumn, begin: int, end: int, points: int) -> Rows:
@@ -214,6 +219,12 @@ class UseOverTime:
         while len(self.times) > most:
             self.seconds *= 2
             self._merge()
+
+    def thinned(self, points: int) -> tuple[Numbers, Numbers]:
+        """Return the last time of each of at most that many parts, and the means in it; a gap counts as 0."""
+        starts, counts = _parts(len(self.times), points)
+        sums = np.add.reduceat(np.nan_to_num(self.means), starts, 0, np.float64)
+        return self.times[starts + counts - 1], sums / counts[:, None]
 
     def _merge(self) -> None:
         starts = np.flatnonzero(np.diff(self.times // self.seconds, prepend=-1.0))
