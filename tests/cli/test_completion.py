@@ -103,6 +103,10 @@ def test_a_pipe_in_place_of_the_job_file_does_not_block(offered: Offered, tmp_pa
     assert found == ["train."]
 
 
+def test_a_name_that_no_file_can_have_does_not_end_the_offers(offered: Offered) -> None:
+    assert offered("run", "a" * 5000, "--set", "tr") == ["train."]
+
+
 def test_fields_of_a_schema_are_found_for_a_recipe(offered: Offered) -> None:
     schema: Any = cached_schema()
     assert fields(schema, "fleet.ssh").keys() >= {"hosts", "machines"}

@@ -219,10 +219,11 @@ def _field_values(text: str, typed: _Typed) -> Iterator[Candidate]:
 def _recipe_of(arguments: Sequence[str]) -> str | None:
     """Return the recipe of the job file among the arguments, without reading it as YAML, which would take longer."""
     for argument in arguments[:1]:
-        if not Path(argument).is_file():  # a pipe would block
-            return None
-        with suppress(OSError), Path(argument).open("rb") as file:
-            found = _RECIPE.search(file.read(_MAX_JOB_BYTES).decode("utf-8", "replace"))
+        with suppress(OSError):
+            if not Path(argument).is_file():  # a pipe would block
+                return None
+            with Path(argument).open("rb") as file:
+                found = _RECIPE.search(file.read(_MAX_JOB_BYTES).decode("utf-8", "replace"))
             return found[1] if found else None
     return None
 
