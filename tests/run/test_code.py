@@ -182,6 +182,16 @@ def test_files_that_git_ignores_are_left_out(repository: Path, tmp_path: Path) -
     assert kept(repository, tmp_path / "back").keys() == {"train.py", "new.py", ".gitignore"}
 
 
+@pytest.mark.parametrize("ignored", ["scratch/", "*"], ids=["by name", "with everything"])
+def test_a_directory_that_the_repository_around_it_ignores_is_taken_as_without_git(
+    repository: Path, tmp_path: Path, ignored: str
+) -> None:
+    code = repository / "scratch" / "project"
+    write_files(repository, {".gitignore": f"{ignored}\n".encode(), "other.py": b""})
+    write_files(code, {"train.py": b"", ".gitignore": b"*.log\n", "out.log": b"x", "data/words.txt": b"x"})
+    assert kept(code, tmp_path / "back").keys() == {"train.py", ".gitignore", "data/words.txt"}
+
+
 @pytest.mark.usefixtures("processes")
 def test_a_gitignore_counts_without_a_repository_as_git_reads_it(tmp_path: Path) -> None:
     files = {

@@ -230,8 +230,9 @@ def _candidates(directory: Path, paths: Sequence[str]) -> tuple[list[str], dict[
     left_out: dict[str, str] = {}
     names: list[str] = []
     tracked, untracked = _git_files(directory, "--cached"), _git_files(directory, "--others", "--exclude-standard")
-    if tracked is None or untracked is None:
-        tracked, untracked = [], list(_walk(directory, left_out))
+    tracked, untracked = tracked or [], untracked or []
+    if not tracked and not untracked:  # there is no git, or the repository around this directory ignores it
+        untracked = list(_walk(directory, left_out))
     exceptions, in_git, named = _ignored(directory), set(tracked), set(paths)
     for name in [*tracked, *untracked]:
         path, parents = PurePosixPath(name), [str(parent) for parent in PurePosixPath(name).parents][:-1]
