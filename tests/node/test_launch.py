@@ -824,5 +824,8 @@ def test_the_program_of_a_script_is_asked_to_stop_and_has_time(plain: Callable[.
     launch = program.launch()
     until(lambda: (program.directories.logs / "0" / "stdout.log").exists() and "up" in program.said())
     launch.terminate()
+    until(lambda: "asked" in program.said())
+    until(lambda: any(one.status() == psutil.STATUS_ZOMBIE for one in psutil.Process(launch.server_pid).children(True)))
+    assert launch.has_workers(), "the script has ended, but its program has not"
     assert launch.wait(60) == 1
     assert program.said() == "up\nasked\nsaved\n"

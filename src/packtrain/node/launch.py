@@ -397,8 +397,15 @@ class Launch:
         return self._has_workers()
 
     def _has_workers(self) -> bool:
+        """True until the launcher has seen the end of all workers; of one that is stopped, until they have ended.
+
+        The plain launcher takes note of a script's end only after that of the program which the script has started.
+        """
         with suppress(psutil.NoSuchProcess):
-            return self._launcher is not None and any(map(is_alive, self._launcher.children()))
+            if self._launcher is not None:
+                workers = self._launcher.children()
+                is_stopped = self._launcher.status() == psutil.STATUS_STOPPED
+                return any(map(is_alive, workers)) if is_stopped else bool(workers)
         return False
 
     def terminate(self) -> None:
