@@ -279,14 +279,18 @@ def test_a_machine_that_takes_over_again_keeps_nothing_of_its_own_though_its_res
 def test_a_machine_that_becomes_the_first_has_the_files_of_the_code_among_the_outputs(
     directory_store: Store, tmp_path: Path
 ) -> None:
-    code = {"train.py": b"", "out/table.csv": b"a,b", "out/list": b"1", "out/kept": b"c"}
+    code = {"train.py": b"", "out/table.csv": b"a,b", "out/list": b"1", "out/kept": b"c", "out/latest": b"none"}
     run = create_run(directory_store, program_job(outputs=["out"]), archive(code), None)
     first, second = workspace(run, tmp_path / "first"), workspace(run, tmp_path / "second", is_first=False)
     write_files(tmp_path / "first", {"out/kept": b"of rank 0"})
     first.keep_outputs(1)
     (tmp_path / "second/out/list").unlink()
     write_files(tmp_path / "second", {"out/table.csv": b"of rank 1", "out/list/is": b"a folder", "out/kept": b"x"})
+    (tmp_path / "mine").write_bytes(b"of this person")
+    (tmp_path / "second/out/latest").unlink()
+    (tmp_path / "second/out/latest").symlink_to(tmp_path / "mine")
     second.restore_outputs(2, is_first=True)
+    assert (tmp_path / "mine").read_bytes() == b"of this person"
     assert {name: (tmp_path / "second" / name).read_bytes() for name in code} == {**code, "out/kept": b"of rank 0"}
     second.keep_outputs(2)
     assert kept(run) == {"out/kept": b"of rank 0"}, "every machine has the code"

@@ -125,6 +125,7 @@ class Workspace:
         for file in files_of(self._run.code) if changed else ():
             if file.name in changed:
                 path = _make_room(self._directory, file.name)
+                path.unlink(missing_ok=True)  # the program may have made it a link, even to a file of this person
                 file.write(path)
                 self._before[file.name] = _state(path.stat())
 
