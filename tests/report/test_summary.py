@@ -133,7 +133,7 @@ def test_the_speed_of_a_program_is_that_of_its_steps_and_not_of_its_epochs(progr
     points += [Point("log", 1, epoch, 100.0 + epoch * 25, {"val_score": 0.5}) for epoch in range(1, 8)]
     points += [Point("log", 1, 32_000, 350.0, {"val_score": 0.5})]
     found = summary_of(program, "finished", points, Result("finished", "", 1, 12.0))
-    assert found.units_per_second == 2.0
+    assert (found.units_per_second, found.headline) == (2.0, "val_score 0.5")
 
 
 def test_batches_of_a_validation_are_no_steps(program: Run) -> None:

@@ -12,7 +12,7 @@ from packtrain.store import Store
 from packtrain.web import board
 from packtrain.web.board import Board
 from parts.dashboard import a_step, trained_run, write_points
-from parts.runs import a_generation, a_lease, new_run, recipe_job
+from parts.runs import a_generation, a_lease, new_run, program_job, recipe_job
 
 
 def test_a_run_that_a_page_shows_is_read_at_every_look(
@@ -59,3 +59,18 @@ def test_a_row_says_of_what_split_step_and_samples_its_scores_are(directory_stor
     assert ended["score"] == running["score"], "the test split is not what runs are compared by"
     assert ended["test"] == {"name": "test.bleu", "value": 17.0, "step": 20, "samples": 800}
     assert ended["machines"] == 1, "those that worked on it to its end"
+
+
+def test_a_row_has_the_score_that_a_program_counts_by_epochs_also_after_later_steps(directory_store: Store) -> None:
+    run = new_run(directory_store, program_job())
+    run.propose(a_generation(1, "a"))
+    rows = Board(directory_store)
+    write_points(run, Point("log", 1, 100, 1e9, {"loss": 2.0}), Point("log", 1, 1, 1e9, {"val_score": 0.5}))
+    rows.look()
+    assert (rows.row(run.name) or {})["score"] == {"name": "val_score", "value": 0.5, "step": 1, "samples": None}
+    points = run.point_writer("later")
+    points.append(Point("log", 1, 200, 1e9 + 1, {"loss": 1.0}))
+    points.flush()
+    rows.look(shown={run.name})
+    row = rows.row(run.name) or {}
+    assert (row["step"], row["loss"], row["score"]["value"]) == (200, 1.5, 0.5)

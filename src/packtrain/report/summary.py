@@ -196,7 +196,7 @@ def _overview_fields(
     recent = steps[-RECENT_STEPS:]
     losses = recent_losses(steps)
     scores = scores_of(points, result)
-    measure = measure_of(job) if job.recipe is not None else BestBy(_measure_of(steps))
+    measure = measure_of(job) if job.recipe is not None else BestBy(_measure_of(points))
     return {
         "run": run.name,
         "state": state,
@@ -238,9 +238,9 @@ def _seconds(job: Job, steps: Sequence[Point], result: Result | None, leases: Se
     return steps[-1].values["elapsed_seconds"] if steps else 0.0
 
 
-def _measure_of(steps: Sequence[Point]) -> str:
+def _measure_of(points: Sequence[Point]) -> str:
     """Return the name of the first number by which a program evaluates its model, to judge by what it is called."""
-    names = (name for point in steps for name in point.values)
+    names = (name for point in points if point.kind == "log" for name in point.values)
     return next(filter(evaluates, names), "")
 
 

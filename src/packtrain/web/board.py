@@ -402,6 +402,7 @@ def _tail(job: Job, points: Sequence[Point]) -> list[Point]:
     """Return the last steps and the last evaluations."""
     steps = steps_in(points, job)[-RECENT_STEPS:]
     kinds = [[point for point in points if point.kind == kind][-1:] for kind in ("start", "valid", "test")]
+    kinds.append([point for point in points if point.is_evaluation and point not in steps][-1:])
     return sorted([*steps, *(point for found in kinds for point in found)], key=lambda one: (one.step, one.generation))
 
 
