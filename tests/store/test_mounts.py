@@ -81,6 +81,7 @@ def test_a_system_that_does_not_say_what_is_mounted_misses_nothing(tmp_path: Pat
         ("", []),
         (mount("/home"), []),
         (mount("/data"), ["/data"]),
+        (mount("/data") + mount("/data/my\\040disk", "tmpfs"), []),
         (mount("/data") + mount("/data/my\\040disk"), ["/data/my disk"]),
     ],
 )

@@ -38,8 +38,9 @@ def missing_mount(path: Path, configuration: Path = Path("/etc"), mounted: Path 
 def remember_mount(path: Path, mounted: Path = _MOUNTED) -> None:
     """Remember the mount that a path is on, so that `missing_mount` can tell when it is missing."""
     place = Path(os.path.realpath(path))
-    innermost = max((line[4] for line in _table(mounted) if place.is_relative_to(line[4])), key=len, default="/")
-    if innermost == "/" or innermost in (point for point, _ in _remembered()):
+    above = [(line[4], _kind(line)) for line in _table(mounted) if place.is_relative_to(line[4])]
+    innermost, kind = max(above, key=lambda mount: len(mount[0]), default=("/", ""))
+    if innermost == "/" or kind == _FOR_A_WHILE or innermost in (point for point, _ in _remembered()):
         return
     with suppress(Mistake, OSError), _memory().open("a", encoding="utf-8") as file:  # a home may be read-only
         file.write(_ESCAPED.sub(lambda found: f"\\{ord(found[0]):03o}", innermost) + "\n")
@@ -84,13 +85,17 @@ def _text(file: Path) -> str:
     return ""
 
 
+def _kind(mount: list[str]) -> str:
+    """Return the kind of file system of a line of mountinfo; it follows a hyphen after any number of other fields."""
+    return mount[mount.index("-") + 1]
+
+
 def _is_mounted(point: Path, mounted: Path) -> bool:
     with suppress(OSError):
         os.scandir(point).close()  # has an automounter mount it
     for line in _table(mounted):
-        kind = line[line.index("-") + 1]
         # An automounter that waits for its first user, or failed, is itself a mount; below an indirect one nobody can
         # make directories.
-        if line[4] == str(point) and (kind != "autofs" or "indirect" in line[-1].split(",")):
+        if line[4] == str(point) and (_kind(line) != "autofs" or "indirect" in line[-1].split(",")):
             return True
     return False
