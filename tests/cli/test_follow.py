@@ -312,6 +312,18 @@ def test_progress_of_a_program_shows_its_step_and_the_numbers_that_fit_beside_it
     assert logged_line(steps[:1]) == "  step 1  loss 1.00"
 
 
+def test_progress_of_a_program_shows_the_last_score_that_it_counts_by_epochs(directory_store: Store) -> None:
+    run = new_run(directory_store, program_job())
+    points = run.point_writer("a")
+    points.append(Point("log", 1, 100, 50.0, {"loss": 2.0}))
+    points.append(Point("log", 1, 1, 50.0, {"val_score": 0.5}))
+    points.append(Point("log", 1, 200, 100.0, {"loss": 1.0}))
+    points.flush()
+    follower = Follower(run, [], console())
+    follower.read()
+    assert follower.line() == "  step 200  loss 1.50  val_score 0.5  2 steps/s"
+
+
 @pytest.mark.usefixtures("processes")
 def test_a_client_whose_node_finds_another_in_its_place_follows_that_one(
     directory_store: Store, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]

@@ -373,6 +373,8 @@ class Follower:
         elif one.kind == self._job.step_kind:
             add_step(self._steps, one)
             del self._steps[:-RECENT_STEPS]
+            if one.is_evaluation:
+                self._evaluation = one
         elif one.kind in ("valid", "test"):
             before, self._evaluation = self._evaluation, one
             # If a periodic evaluation covers the full validation split, the last two evaluations are the same.
@@ -395,7 +397,7 @@ class Follower:
         if self._steps:
             left = None if self._deadline is None else self._deadline - self._steps[-1].time
             if self._job.recipe is None:
-                return logged_line(self._steps, left)
+                return logged_line(self._steps, left, self._evaluation)
             return progress_line(self._job, self._steps, left, self._screen.width if self._screen.is_terminal else None)
         if self._job.program is not None and self._started is not None:
             return f"  running for {show_seconds(max(0.0, time.time() - self._started))}"
@@ -473,11 +475,13 @@ class StepLines:
                 yield point.time, f"[{point.kind}] {''.join(parts)}"
 
 
-def logged_line(steps: Sequence[Point], budget_left: float | None = None) -> str:
-    """Return step, last numbers, speed and budget left of a program that logs."""
+def logged_line(steps: Sequence[Point], budget_left: float | None = None, evaluation: Point | None = None) -> str:
+    """Return step, last numbers, speed and budget left of a program that logs; `evaluation` may be of other steps."""
     latest: dict[str, float] = {}
     for point in steps:
         latest |= point.values
+    if evaluation is not None:
+        latest |= evaluation.values
     losses = recent_losses(steps)
     if (name := loss_name(latest)) is not None:
         latest[name] = sum(losses) / len(losses)
