@@ -246,8 +246,8 @@ KEY_FILES = (
 NAMED_AFTER_KEYS = (
     "credentials", "credentials.json", "credentials.toml", "aws_credentials.csv", "secrets.yaml", "secrets.json",
     "my-secrets.ini", "token", "token.json", "github_token.txt", "wandb_token", "slack-token.txt",
-    "tokens/token.bin", "api_key.txt", "apikeys.yaml", "openai-key.txt", "gcp-key.json", "sa-key.json",
-    "gcp_sa_key.json", "ssh_key", "deploy.key.txt", "access_keys.csv", "private_key",
+    "tokens/token.bin", "my_token.txt", "jwt_token", "api_key.txt", "apikeys.yaml", "openai-key.txt",
+    "gcp-key.json", "sa-key.json", "gcp_sa_key.json", "ssh_key", "deploy.key.txt", "access_keys.csv", "private_key",
     "private-key.der", "password.txt", "passwords.csv", "passwd", "db_password.conf", "auth.json",
     "oauth_creds.json", "wandb_key", "google-api-key.json", "signing_key.bin", "azure_key",
     "anthropic_key", "bot_token.txt",

@@ -69,7 +69,8 @@ _GIVES_ACCESS = (
 _KEY_WORDS = re.compile(
     r"(^|_)(api_?keys?|auth|creds?|credentials?|keytab|passphrase|passwd|passwords?|private_?key|secrets?)(_|$)"
     r"|^token(_(txt|json|ya?ml|toml|ini|conf|bin|db))?$"
-    rf"|(^|_)({_GIVES_ACCESS}|access|app|auth|encryption|gcloud|host|prod|root|sa|server|ssh|ssl|storage|tls)_?(key|token)s?(_|$)"
+    rf"|(^|_)({_GIVES_ACCESS}|access|app|auth|csrf|encryption|gcloud|host|jwt|my|personal|prod|root|sa|server|ssh|ssl"
+    r"|storage|tls)_?(key|token)s?(_|$)"
 )
 _SOURCE = (
     ".py", ".pyi", ".pyx", ".pxd", ".ipynb", ".sh", ".bash", ".zsh", ".fish", ".r", ".rmd", ".jl", ".c", ".cc",
