@@ -102,7 +102,7 @@ def test_what_got_a_user_or_a_writer_since_it_was_found_is_kept(store: Store) ->
     store.put("packs/half-1/train-00001.safetensors", b"x")
     said: list[str] = []
     assert [one.kind for one in delete_from_store(store, unused, said.append)] == ["file"]
-    assert said == ["kept packs/half-1: it is being written", "kept packs/left-1: a run uses it now"]
+    assert said == ["kept packs/half-1: it is being written", "kept packs/left-1: a run now uses it"]
     assert len(store.list("packs/left-1")) == 2
 
 
@@ -286,7 +286,7 @@ def test_a_deletion_ends_when_another_machine_has_taken_it_for_killed(
             delete_from_store(store, [], pytest.fail)
 
     faulty.fault = wake
-    with pytest.raises(PacktrainError, match="somebody took this deletion for killed; run it again"):
+    with pytest.raises(PacktrainError, match="this deletion was considered killed; run it again"):
         delete_from_store(faulty, unused_in_store(faulty, WEEK), pytest.fail)
     assert store.exists(left)
 

@@ -320,7 +320,7 @@ def test_a_program_may_be_written_as_it_is_started_by_hand(
         ("[no.py]", "there is no file {}/no.py"),
         ("[python, no.py]", "there is no file {}/no.py"),
         ("[python, -u]", "Python has no script to run; write [train.py], or [python, -m, module]"),
-        ("[python, -m, no_such_module]", "there is no module no_such_module in {}, and none is installed"),
+        ("[python, -m, no_such_module]", "module no_such_module is neither in {} nor installed"),
         ("[run.sh]", "{}/run.sh is not executable; run `chmod +x ./run.sh`"),
         ("[no-such-command]", "there is no file {0}/no-such-command, and no command no-such-command on this machine"),
         ("[torchrun, --fast, a.py]", "torchrun: unknown option '--fast'; write the program alone, such as"),
@@ -361,7 +361,7 @@ def test_code_that_lacks_the_directory_or_has_the_whole_home_is_refused(
     with pytest.raises(Mistake, match=r"job.yaml:2: program: there is no file .*/work/train.py$"):
         dry_run(load(below, ["directory=."]))
     monkeypatch.setenv("HOME", str(below.parent.parent))
-    with pytest.raises(Mistake, match=r"job.yaml:4: code: .*/work has your home directory; name a smaller one"):
+    with pytest.raises(Mistake, match=r"job.yaml:4: code: .*/work contains your home directory; choose a smaller one"):
         dry_run(load(below))
 
 

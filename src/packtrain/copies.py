@@ -100,7 +100,7 @@ def copy_run(run: Run, destination: Store, progress: CopyProgress) -> CopySummar
         # What was there before had nothing that used it, and may be gone by now.
         require_uses(destination, uses_of(copy))
         if gone := copied - {entry.key for entry in destination.list(there.folder)}:
-            raise NotFound(f"{min(gone)} was deleted from {destination.url} at this moment; run the same command again")
+            raise NotFound(f"{min(gone)} was just deleted from {destination.url}; run the same command again")
     except PacktrainError:
         destination.delete(there.key("job.json"))
         raise

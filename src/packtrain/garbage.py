@@ -107,7 +107,7 @@ def delete_from_store(store: Store, found: Iterable[Unused], say: Callable[[str]
                 or (thing.kind == FILE and thing.name not in deletable.files)
             )
             if in_use:
-                say(f"kept {thing.name}: a run uses it now")
+                say(f"kept {thing.name}: a run now uses it")
             # Somebody may be making the same pack, or copying the same run, again.
             elif thing.kind != FILE and _listed(store, thing) != sorted(thing.entries, key=_key):
                 say(f"kept {thing.name}: it is being written")

@@ -462,7 +462,7 @@ def reopen(run: Run, accept: Accept, say: Say = print_line, overrides: Sequence[
     fleet_of(job.fleet.kind).check(job, run.store, say)
     if not changes and run.is_complete():
         # On a busy machine it looked interrupted while it ended. Its result must not be lost.
-        raise AlreadyComplete(f"{run.name} is complete by now")
+        raise AlreadyComplete(f"{run.name} is already complete")
     if changes:
         # The job is the last of them: whatever ends this before or after, the same command does the rest.
         changed = run.changed(job)
@@ -602,7 +602,7 @@ def _code(loaded: LoadedJob) -> CodeSnapshot:
         data = loaded.text.encode()
         return CodeSnapshot(archive({"job.yaml": data}), {"job.yaml": len(data)}, {})
     if loaded.code != loaded.directory and Path.home().is_relative_to(loaded.code):
-        raise loaded.mistake("code", f"{loaded.code} has your home directory; name a smaller one")
+        raise loaded.mistake("code", f"{loaded.code} contains your home directory; choose a smaller one")
     if program is not None:
         if not loaded.place.is_dir():
             raise loaded.mistake("directory", f"there is no directory {loaded.place}")
@@ -625,7 +625,7 @@ def _program_fault(loaded: LoadedJob, words: Sequence[str]) -> str | None:
             place = loaded.place.joinpath(*arguments[1].split("."))
             known = place.is_dir() or place.with_suffix(".py").is_file()
             if is_here and not known and find_spec(arguments[1].split(".")[0]) is None:
-                return f"there is no module {arguments[1]} in {loaded.place}, and none is installed"
+                return f"module {arguments[1]} is neither in {loaded.place} nor installed"
             return None
         command = arguments[0]
         if command in ("-c", "-m"):

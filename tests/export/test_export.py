@@ -134,7 +134,7 @@ def test_a_model_that_noise_alone_may_have_made_worse_is_written_with_the_interv
     assert parity.interval.low < 0.0005 < parity.drop < parity.interval.high
     words = f"worse by {parity.drop:.3g} (95 % interval {parity.interval.low:.3g} to {parity.interval.high:.3g})"
     assert any(words in line for line in said)
-    assert f"loss of this model is {words} than that of the run." in (tmp_path / "model" / CARD).read_text("utf-8")
+    assert f"loss of this model is {words} than in the run." in (tmp_path / "model" / CARD).read_text("utf-8")
     assert not any("cannot rule out" in line for line in said)  # there are no more samples
     said = export(run, tmp_path / "model", tolerance=0.0005, samples=3)
     assert "3 samples cannot rule out a loss beyond the tolerance of 0.0005; for more, pass --samples 5" in said
@@ -231,7 +231,7 @@ def test_only_files_that_are_listed_are_loaded(run: Run, tmp_path: Path) -> None
         _change(altered, files=[file for file in files if file["name"] != name])
         with (altered / name).open("ab") as opened:
             opened.write(b"\n")
-        with pytest.raises(Mistake, match=f"{re.escape(name)} is not listed in model.json, so nobody knows whether"):
+        with pytest.raises(Mistake, match=f"{re.escape(name)} is not listed in model.json, so it cannot be verified"):
             read_model(altered)
 
 
@@ -239,7 +239,7 @@ def test_only_files_that_are_listed_are_loaded(run: Run, tmp_path: Path) -> None
 def test_a_listed_name_that_no_file_can_have_is_one_line(run: Run, tmp_path: Path, name: str) -> None:
     export(run, tmp_path / "model")
     _rename(tmp_path / "model", name)
-    with pytest.raises(Mistake, match="which has a control character") as error:
+    with pytest.raises(Mistake, match="which contains a control character") as error:
         read_model(tmp_path / "model")
     assert str(error.value).isprintable()
 

@@ -321,7 +321,7 @@ def test_every_recipe_goes_home_and_says_the_same(
     found = model.recipe.predict(model.network(1), inputs, model.recipe.decoding)
     assert [made.text for made in found] == [made.text for made in expected]
     assert (folder / "model.safetensors").exists() == (trained.recipe.inputs == "images")
-    assert ("pictures as a pack stores them" in (folder / CARD).read_text()) == (trained.recipe.inputs == "images")
+    assert ("pictures as packs store them" in (folder / CARD).read_text()) == (trained.recipe.inputs == "images")
     [parity] = model.manifest.parity
     assert parity.exported == pytest.approx(parity.trained, rel=0.01)
 
@@ -399,7 +399,7 @@ def test_data_of_a_graph_in_another_folder_is_refused(exported: Callable[[str], 
         set_external_data(tensor, place)
         (folder / "onnx" / "decoder.onnx").write_bytes(graph.SerializeToString())
         list_again(folder)
-        with pytest.raises(Mistake, match=r"decoder\.onnx: its data is in '.*', which is not a file beside it$"):
+        with pytest.raises(Mistake, match=r"decoder\.onnx: its data is in '.*', which is not a file next to it$"):
             read_model(folder)
 
 

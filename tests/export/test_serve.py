@@ -322,7 +322,7 @@ def test_no_request_alone_makes_the_queue_full(recipes: Callable[[str], Recipe],
         assert client.get("/v1/models").json()["data"][0]["packtrain"]["limits"]["max_inputs"] == 4
         assert outputs(client.post("/v1/predict", json={"inputs": ["hello"] * 4})) == ["hello"] * 4
         refused = client.post("/v1/predict", json={"inputs": ["hello"] * 5})
-        fault = "5 inputs are more than the service accepts, 4; send less at once"
+        fault = "5 inputs exceed the limit of 4; send fewer at once"
         assert (refused.status_code, error_of(refused)) == (413, fault)
 
 
@@ -330,7 +330,7 @@ def test_requests_count_by_the_work_that_they_take(shared: httpx.Client) -> None
     long_text = "good " * 990
     assert outputs(shared.post("/v1/predict", json={"inputs": [long_text]})) == [long_text.strip()]
     response = shared.post("/v1/predict", json={"inputs": [long_text] * 256})
-    fault = "256 inputs, which count as 2,816, are more than the service accepts, 512; send less at once"
+    fault = "256 inputs, which count as 2,816, exceed the limit of 512; send fewer at once"
     assert (response.status_code, error_of(response)) == (413, fault)
 
 
@@ -715,8 +715,8 @@ def test_pictures_count_by_their_pixels_and_a_large_one_alone_is_answered(recipe
     large = base64.b64encode(file.getvalue()).decode()
     with serving(recipes("classify"), BrightClassifier()) as one, one.client() as client:
         response = client.post("/v1/predict", json={"inputs": [large] * 256})
-        fault = "256 inputs, of which the first 6 count as 534, are more than the service accepts, 512"
-        assert (response.status_code, error_of(response)) == (413, f"{fault}; send less at once")
+        fault = "256 inputs, of which the first 6 count as 534, exceed the limit of 512"
+        assert (response.status_code, error_of(response)) == (413, f"{fault}; send fewer at once")
         [answer] = client.post("/v1/predict", json={"inputs": [large]}).json()["predictions"]
         assert answer["top5"][0]["class"] == "cat"
 

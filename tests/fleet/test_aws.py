@@ -803,7 +803,7 @@ def test_a_volume_that_a_finished_run_had_is_still_its_own_to_snapshot(
     run.finish(Result("finished", "the program ended", 0, 1.0))
     [unnamed] = [region.ask("ec2", "create-volume", AvailabilityZone="us-east-1b", Size=1)["VolumeId"]]
     s3_store.put(run.key(f"volumes/{unnamed}"), b"")  # by somebody who may write the store
-    with pytest.raises(Mistake, match="none that they had is free; wait until they have started"):
+    with pytest.raises(Mistake, match="none that they used is free; wait until they have started"):
         fleet.snapshot(run, None, None)
     s3_store.put(run.key(f"volumes/{volumes[1]}"), b"i-0123")  # as its machine has
     made, is_new = fleet.snapshot(run, None, None)

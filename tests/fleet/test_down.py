@@ -293,7 +293,7 @@ def test_who_finds_that_a_run_has_ended_gives_its_machines_back(
 def test_the_result_of_a_run_that_ended_a_moment_ago_is_kept(directory_store: Store, accounts: dict[str, Path]) -> None:
     run = started(directory_store, accounts["east"])
     run.finish(Result("finished", "done", 1, 1.0))
-    with pytest.raises(Mistake, match="job-1 is complete by now"):
+    with pytest.raises(Mistake, match="job-1 is already complete"):
         reopen(run, refuse)
     assert run.result() is not None
 
@@ -303,9 +303,9 @@ def test_a_person_sees_which_machines_would_be_contacted(directory_store: Store)
     run = new_run(directory_store, program_job(fleet={"ssh": {"hosts": ["evil.example", "root@other"]}}))
     code, shown = in_terminal(["down", run.name, "--store", run.store.url], answer="")
     assert code == 2
-    assert "job-1 was not started from here, and its machines are reached as the store says:" in shown
+    assert "job-1 was not started from here, and the store says how to reach its machines:" in shown
     assert '  ssh: {"machines":2,"hosts":["evil.example","root@other"]}' in shown
-    assert "Contact them, and end what this run has there? [y/N]" in shown
+    assert "Contact them and end what this run has there? [y/N]" in shown
     assert "packtrain: nothing was ended" in shown
     assert run.stop_request() is None
 

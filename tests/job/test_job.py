@@ -224,7 +224,7 @@ OUTSIDE = "must be a relative path inside the job file's directory"
         ("name", "-rf", "name: '-rf' must not begin with -"),
         ("name", "a" * 64, f"name: '{'a' * 57}...' must be 1 to 63 characters from a-z, 0-9 and -"),
         ("store", "../elsewhere", "store: '../elsewhere' is outside the current directory; use an absolute path"),
-        ("code", "../other", f"code: '../other' {OUTSIDE}, or .. and so on for one above it"),
+        ("code", "../other", f"code: '../other' {OUTSIDE}, or .., ../.. and so on for a directory above it"),
         ("directory", "..", f"directory: '..' {OUTSIDE}"),
         ("code", "/etc", f"code: '/etc' {OUTSIDE}"),
         ("environment", ["A=b"], "environment.0: must be only the name of a variable; its value is read on the machine that starts the job"),

@@ -328,9 +328,9 @@ def a_checkpoint(reached: int | None) -> Checkpoint:
 @pytest.mark.parametrize(
     ("steps", "warned"),
     [
-        ({"loss": 1}, "'loss' is at step 1 again, after step 60"),
-        ({"loss": 30}, "'loss' is at step 30 again, after step 60"),
-        ({"epoch loss": 1}, "'epoch loss' is at step 1 again, after step 3"),
+        ({"loss": 1}, "'loss' is back at step 1 after step 60"),
+        ({"loss": 30}, "'loss' is back at step 30 after step 60"),
+        ({"epoch loss": 1}, "'epoch loss' is back at step 1 after step 3"),
         ({"loss": 31}, None),
         ({"loss": 0, "epoch loss": 3}, None),  # before it has read its checkpoint
         ({"epoch loss": 4, "new": 1}, None),

@@ -283,12 +283,12 @@ def test_arguments_to_resume_are_added_only_after_a_restore(directory_store: Sto
     keeping.commit(1)
     keeping.restore(2, is_first=True)
     resume.append(keeping.resume)
-    assert told[-1] == ("warning", "checkpoint 1 has no last.pt: program.resume is not used")
+    assert told[-1] == ("warning", "checkpoint 1 has no last.pt; ignoring program.resume")
     write_files(tmp_path / "ckpt", {"last.pt": b"1"})
     keeping.commit(2)
     keeping.restore(3, is_first=True)
     assert [*resume, keeping.resume] == [(), (), ("--resume", str(tmp_path / "ckpt/last.pt"))]
-    assert told[-1][1] == f"restored checkpoint 2; the program is started with --resume {PLACE}/last.pt"
+    assert told[-1][1] == f"restored checkpoint 2; starting the program with --resume {PLACE}/last.pt"
 
 
 def test_a_superseded_generation_commits_nothing(directory_store: Store, tmp_path: Path) -> None:

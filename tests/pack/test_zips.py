@@ -42,7 +42,7 @@ def test_self_extracting_and_zip64_files_are_read(tmp_path: Path) -> None:
 def test_a_program_without_a_zip_is_called_that(tmp_path: Path) -> None:
     path = write(tmp_path / "set.exe", b"MZ\x90\0" + bytes(5000))
     said = refusal(lambda: list(archive_members(path)))
-    assert said == f"{path}: a program without a zip at its end; unpack it first"
+    assert said == f"{path}: an executable without a zip at its end; unpack it first"
 
 
 def test_a_tar_may_start_like_a_program(tmp_path: Path) -> None:

@@ -162,7 +162,7 @@ def test_a_run_whose_duration_was_changed_is_compared_without_its_length(planned
     found = forecast(evidence)
     assert found is not None
     assert (found.verdict, found.answer) == ("good", "Yes: everything within 0% of the plan.")
-    said = f"It was for {planned}, and the run is for 10 steps by now: time and cost as a whole do not compare."
+    said = f"It was for {planned}; the run is now set to 10 steps, so total time and cost cannot be compared."
     assert found.evidence[-1] == said
     same = evidence_of(steps_of(), forecast=replace(plan, duration="10 steps"), summary={"cost": cost})
     assert [row.what for row in compared(same)] == ["time of a step", "whole run", "cost"]

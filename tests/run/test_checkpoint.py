@@ -356,7 +356,7 @@ def test_a_manifest_that_arrives_after_its_files_were_removed_does_not_end_the_r
         None,
         {},
         [
-            f"checkpoint {late.name}: its commit came after a newer generation had started without it; skipped",
+            f"checkpoint {late.name}: it was committed after a newer generation had started without it; skipped",
             "job-1 has no other checkpoint; starting from scratch",
         ],
     )
@@ -396,7 +396,7 @@ def test_a_late_commit_whose_files_are_there_leaves_no_gap_in_the_history(
     found, files, complaints = restore(run, tmp_path / "back")
     assert (found, files) == (first, content(3))
     assert complaints == [
-        f"checkpoint {late.name}: its commit came after a newer generation had started without it; skipped"
+        f"checkpoint {late.name}: it was committed after a newer generation had started without it; skipped"
     ]
     remove_uncommitted(run, before=2)
     assert directory_store.folders(run.key("checkpoints/")) == [first.name]
@@ -424,7 +424,7 @@ def test_a_checkpoint_that_is_withdrawn_while_machines_fetch_it_is_named(
     fetch_named(run, late.name, tmp_path / "second")
     assert read_files(tmp_path / "second") == files
     directory_store.delete(manifest_key(run, late))  # its writer sees the newer generation
-    with pytest.raises(CorruptCheckpoint, match=f"checkpoint {late.name} was deleted after the first machine had"):
+    with pytest.raises(CorruptCheckpoint, match=f"checkpoint {late.name} was deleted after the first machine found"):
         fetch_named(run, late.name, tmp_path / "third")
 
 

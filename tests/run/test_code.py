@@ -301,7 +301,7 @@ def test_in_a_repository_what_git_does_not_track_is_taken_if_it_is_source_or_nam
     write_files(repository, {".packtrainignore": b"!notes.txt\n"})
     taken = snapshot(repository, words)
     assert "notes.txt" in taken.sizes
-    assert taken.left_out["wg0.txt"] == taken.left_out["conf/b.yaml"] == "not tracked by git, nor named in the job"
+    assert taken.left_out["wg0.txt"] == taken.left_out["conf/b.yaml"] == "not tracked by git or named in the job"
 
 
 @pytest.mark.usefixtures("processes")

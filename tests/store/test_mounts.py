@@ -106,7 +106,7 @@ def test_no_store_is_created_where_one_was_on_a_mount_that_is_missing(mounts: Mo
     mounts.mount("disk")
     open_store(place, create=True)
     mounts.unmount()
-    with pytest.raises(StoreError, match=f"{mounts.point} is not mounted, which .*/mounts-.* says it should be"):
+    with pytest.raises(StoreError, match=f"{mounts.point} is not mounted, but .*/mounts-.* says it should be"):
         open_store(place, create=True)
     assert list(mounts.point.iterdir()) == []
     mounts.mount("another disk")
@@ -127,6 +127,6 @@ mount {mounts.point}
 """
     command = ["unshare", "--mount", "sh", "-c", script]
     before, after = subprocess.run(command, check=True, capture_output=True, text=True).stdout.splitlines()
-    assert f"{mounts.point} is not mounted, which /etc/fstab says it should be  fix: mount it, or use another" in before
+    assert f"{mounts.point} is not mounted, but /etc/fstab says it should be  fix: mount it, or use another" in before
     assert "is not mounted" not in after
     assert (tmp_path / "disk/team/store/.packtrain-store").exists()

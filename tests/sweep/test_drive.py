@@ -459,7 +459,7 @@ def test_a_fleet_that_was_changed_in_the_plan_of_a_sweep_is_not_used_unasked(
     elsewhere = {"ssh": {"hosts": ["gpu-of-somebody-else"]}}
     directory_store.put("sweeps/s/plan.json", encode(replace(sweep.plan, fleet=elsewhere)))
     driver = SweepDrive(Sweep(directory_store, "s"), refuse, print)
-    with pytest.raises(Mistake, match=r"s-1 is not what you ran before: .* the fleet of its sweep, changed"):
+    with pytest.raises(Mistake, match=r"s-1 is not what you ran before: .* its sweep's fleet, changed"):
         driver.look()
     assert Run(directory_store, "s-1").launches() == []
     driver.close()

@@ -368,5 +368,5 @@ def test_a_machine_that_does_not_find_what_the_first_one_found_says_so(directory
     second: Any = SimpleNamespace(is_first=False, rank_of_node=0, share=lambda _: name.encode())
     parts: Any = SimpleNamespace()
     checkpointer = Checkpointer(new_run(directory_store), 2, parts, parts, second, parts, tmp_path)
-    with pytest.raises(CorruptCheckpoint, match=f"checkpoint {name} was deleted after the first machine had found it"):
+    with pytest.raises(CorruptCheckpoint, match=f"checkpoint {name} was deleted after the first machine found it"):
         checkpointer.restore()

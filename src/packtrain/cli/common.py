@@ -190,9 +190,9 @@ def _about(review: CodeReview) -> Iterator[str]:
     yield f"It runs: {job.recipe if job.program is None else job.program.in_words}"
     yield f"Fleet: {job.fleet.model_dump_json(exclude_defaults=True)}"
     if job.report.mlflow is not None:
-        yield f"MLflow, which gets your keys for it: {job.report.mlflow}"
+        yield f"MLflow server, which gets your credentials for it: {job.report.mlflow}"
     if job.environment:
-        yield f"Variables that it gets: {', '.join(job.environment)}"
+        yield f"Environment variables that it gets: {', '.join(job.environment)}"
     if job.has_own_code:
         yield f"Read its code first, in {unpacked(review.run.code)}: it can do everything that you can do here."
 

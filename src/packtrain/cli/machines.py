@@ -186,7 +186,7 @@ def attach(
     run = find_run(store, name)
     if (result := run.result()) is not None:
         raise Mistake(f"{run.name} has already {result.status}; it has no machines to attach to")
-    fleet = _fleet_of(run, "Contact them, and open a shell there?", yes)
+    fleet = _fleet_of(run, "Contact them and open a shell?", yes)
     command = fleet.shell(run, node)
     screen = console(sys.stderr)
     screen.say("Attaching to ", (run.name, "bold"), f" on {_place(run, node, fleet.trains_here)}.")
@@ -227,7 +227,7 @@ def snapshot(
     """
     run = find_run(store, name)
     pack = None if run.job.program is not None else run.pack_name()
-    made, is_new = _fleet_of(run, "Contact them, and take a snapshot?", yes).snapshot(run, machine, pack)
+    made, is_new = _fleet_of(run, "Contact them and take a snapshot?", yes).snapshot(run, machine, pack)
     if as_json:
         print_json({"run": run.name, "snapshot": made, "new": is_new})
         return
@@ -277,7 +277,7 @@ def _down_run(run: Run, yes: bool, as_json: bool) -> None:
     from packtrain.fleet.fleet import silent
 
     def accept(kinds: Sequence[FleetKind]) -> None:
-        _confirm_contact(run, kinds, "Contact them, and end what this run has there?", yes)
+        _confirm_contact(run, kinds, "Contact them and end what this run has there?", yes)
 
     screen = console()
     ended = take_down(run, accept, silent if as_json else screen.say)
@@ -305,7 +305,7 @@ def _confirm_contact(run: Run, kinds: Sequence[FleetKind], question: str, yes: b
     from packtrain.job.kinds import FLEETS, word_of
 
     lines = [f"  {word_of(FLEETS, kind)}: {kind.model_dump_json(exclude_defaults=True)}" for kind in kinds]
-    reason = f"{run.name} was not started from here, and its machines are reached as the store says"
+    reason = f"{run.name} was not started from here, and the store says how to reach its machines"
     confirm([f"{reason}:", *lines], question, reason, yes, _NOTHING)
 
 

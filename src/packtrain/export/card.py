@@ -102,7 +102,7 @@ def _body(
         yield f"| {plain(one.metric)} | {one.exported:.4g} | this model | {where} |"
     for one in manifest.parity:
         yield ""
-        yield f"On these samples, {plain(one.metric)} of this model is {drop_in_words(one)} than that of the run."
+        yield f"On these samples, {plain(one.metric)} of this model is {drop_in_words(one)} than in the run."
         if one.signature:
             yield ""
             yield f"Signature of {plain(one.metric)}: {_code(one.signature)}."
@@ -117,7 +117,7 @@ def _body(
     if recipe.inputs == "images":
         yield ""
         yield (
-            "It learned from pictures as a pack stores them: JPEGs that were coded again. Their pixels differ from the"
+            "It was trained on pictures as packs store them: re-encoded JPEGs. Their pixels differ from the"
             " originals by 0.003 to 0.05 of 255 on average in photographs, and by 0.16 in drawings. Packtrain"
             " prepares pictures in the same way when it predicts; programs that decode the originals may get other"
             " answers."

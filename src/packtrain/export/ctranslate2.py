@@ -67,7 +67,7 @@ class Ctranslate2Text(TextNetwork):
         try:
             names = json.loads((folder / _VOCABULARY).read_bytes())
             if names != _names(vocabulary):
-                raise ValueError(f"{_VOCABULARY} is not that of the model")
+                raise ValueError(f"{_VOCABULARY} does not match the model")
             # Several batches at a time, each on one thread, translate more than one batch on several threads.
             self._translator: Any = ctranslate2.Translator(
                 str(folder), device="cpu", compute_type="default", inter_threads=threads, intra_threads=1

@@ -73,7 +73,7 @@ def _unsupported(*harmless: Any) -> PlainValidator:
         return value
 
     values = ", ".join(json.dumps(one) for one in (*harmless, None))
-    schema = in_schema(enum=[None, *harmless], description=f"Not supported; may be {values}.")
+    schema = in_schema(enum=[None, *harmless], description=f"Not supported; must be {values}.")
     return PlainValidator(check, json_schema_input_type=schema)
 
 
@@ -393,7 +393,7 @@ _FAULTS: Mapping[int, str] = {
     403: "The request comes from a page of another site.",
     404: "No such model.",
     408: "The body did not arrive in time.",
-    413: "The body is too large, or its inputs are more work than may wait.",
+    413: "The body is too large, or its inputs need more work than the queue accepts.",
     415: "The type of the body is not accepted.",
     429: "Too many requests are waiting; try again after `Retry-After` seconds.",
     500: "A defect of the service; its log has the traceback.",

@@ -198,7 +198,7 @@ def read_model(folder: Path) -> ExportedModel:
         raise Mistake(f"{name}: {manifest.recipe} is a recipe of your own; use its files with their own runtime")
     used = {JOB, *form_of(manifest.form).files(folder)} | {VOCABULARY for _ in folder.glob(VOCABULARY)}
     if unlisted := sorted(used - {file.name for file in manifest.files}):
-        fault = f"{printable(unlisted[0], 80)} is not listed in {MANIFEST}, so nobody knows whether it was altered"
+        fault = f"{printable(unlisted[0], 80)} is not listed in {MANIFEST}, so it cannot be verified"
         raise Mistake(f"{name}: {fault}; export or copy the model again")
     return ExportedModel(folder, manifest)
 
@@ -243,7 +243,7 @@ def _check_file(folder: Path, file: StoredFile, name: str) -> None:
     # Names come from a file that anyone may have written: none of them may lead out of the folder.
     path = folder / file.name
     if harmless(file.name) != file.name:
-        raise Mistake(f"{name}: {MANIFEST} names {quoted(file.name)}, which has a control character")
+        raise Mistake(f"{name}: {MANIFEST} names {quoted(file.name)}, which contains a control character")
     if (
         Path(file.name).is_absolute()
         or ".." in Path(file.name).parts

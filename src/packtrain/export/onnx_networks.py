@@ -102,7 +102,7 @@ def external_files(path: Path) -> set[str]:
     except (OSError, ValueError):  # the second also for an empty file
         raise Mistake(f"{printable(str(path))}: not an ONNX graph; export or copy the model again") from None
     if outside := sorted(name for name in found if "/" in name or not name.strip(".")):
-        raise Mistake(f"{printable(str(path))}: its data is in {quoted(outside[0])}, which is not a file beside it")
+        raise Mistake(f"{printable(str(path))}: its data is in {quoted(outside[0])}, which is not a file next to it")
     return found
 
 

@@ -299,7 +299,7 @@ class Endpoints:
         gauges = {
             "packtrain_ready": ("1 if requests are answered.", float(service.state == "ready")),
             "packtrain_queue_inputs": (
-                "Inputs that wait to be computed; a large one counts as several.",
+                "Inputs waiting to be computed; a large one counts as several.",
                 float(service.num_waiting),
             ),
             "packtrain_queue_limit": ("Inputs that may wait.", float(service.settings.queue)),
@@ -524,7 +524,7 @@ class Endpoints:
         if sum(sizes) > limit:
             first = "which" if len(sizes) == len(questions) else f"of which the first {len(sizes)}"
             large = f", {first} count as {sum(sizes):,}," if sum(sizes) > len(sizes) else ""
-            message = f"{len(questions)} inputs{large} are more than the service accepts, {limit:,}; send less at once"
+            message = f"{len(questions)} inputs{large} exceed the limit of {limit:,}; send fewer at once"
             raise RequestFault(413, message, "too_large", param="inputs")
         try:
             submitted = self._service.submit(manner, questions, sizes)

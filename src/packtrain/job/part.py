@@ -400,7 +400,7 @@ def code_root_fault(text: str) -> str | None:
     if set(PurePosixPath(os.path.normpath(text)).parts) == {".."}:
         return None
     if fault := code_path_fault(text):
-        return f"{fault}, or .. and so on for one above it" if _is_outside(text) else fault
+        return f"{fault}, or .., ../.. and so on for a directory above it" if _is_outside(text) else fault
     return None
 
 

@@ -163,8 +163,8 @@ class NumberTable:
                 self.before.clear()
                 self.tell(
                     "warning",
-                    f"the program did not resume: {name!r} is at step {step:,} again, after step {before:,}; older"
-                    " checkpoints are kept; name the arguments that make it resume in program.resume",
+                    f"the program did not resume: {name!r} is back at step {step:,} after step {before:,}; older"
+                    " checkpoints are kept; set program.resume to the arguments that make it resume",
                 )
 
     def _weight(self, name: str) -> tuple[bool, bool, int]:

@@ -73,10 +73,10 @@ class ProgramCheckpoints:
         program = self._run.job.program
         words = program.resume if program is not None else ()
         self.resume, absent = resume_arguments(words, self._directory)
-        added = f"; the program is started with {' '.join(words)}" if self.resume else ""
+        added = f"; starting the program with {' '.join(words)}" if self.resume else ""
         self._tell("restored", f"restored checkpoint {self.restored.step}{added}")
         if absent is not None:
-            self._tell("warning", f"checkpoint {self.restored.step} has no {absent}: program.resume is not used")
+            self._tell("warning", f"checkpoint {self.restored.step} has no {absent}; ignoring program.resume")
 
     def hurry(self) -> None:
         """Make the next commit due now."""

@@ -113,7 +113,7 @@ class Workspace:
                 raise DamagedObject(f"{file.name} does not match its digest")
         except (ObjectNotFound, DamagedObject) as error:
             path.unlink(missing_ok=True)
-            self._tell("warning", f"output {file.name} is not restored: {error}")
+            self._tell("warning", f"output {file.name} not restored: {error}")
         else:
             self._kept[file.name] = (_state(path.stat()), file)
 
@@ -149,7 +149,7 @@ class Workspace:
             self._check_is_current(generation)
             now = self._outputs_now()
             if len(now) > MAX_OUTPUTS:
-                self._tell("warning", f"outputs: kept nothing of {len(now):,} files; at most {MAX_OUTPUTS:,} are kept")
+                self._tell("warning", f"outputs: kept none of {len(now):,} files; the limit is {MAX_OUTPUTS:,}")
                 return
             changed = [name for name, state in now.items() if name not in self._kept or self._kept[name][0] != state]
             upload = upload_name(generation)

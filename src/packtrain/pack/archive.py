@@ -264,7 +264,7 @@ def _compressed_members(path: str, hold_bytes: int) -> Iterator[ArchiveMember]:
             if length <= hold_bytes:
                 held = read_at(offset, length)
                 if len(held) != length:
-                    raise EOFError("ended within a member")
+                    raise EOFError("it ends within a member")
             yield ArchiveMember(name, Locator(path, offset, length, is_gzip=True, held=held))
 
 
@@ -372,7 +372,7 @@ class _Tar:
                 parse_tar_header(start)
             except MemberError as error:
                 if start.startswith(_PROGRAMS):  # a name may start like that, too
-                    raise self._mistake("a program without a zip at its end; unpack it first") from None
+                    raise self._mistake("an executable without a zip at its end; unpack it first") from None
                 raise self._mistake(f"not a tar: its first header {error}") from None
 
     def _refuse_trailing_data(self, position: int) -> None:

@@ -95,7 +95,7 @@ class _Frames(io.RawIOBase):
             elif self._frame.needs_input:
                 packed = self._file.read(_PACKED_BYTES)
                 if not packed:
-                    raise EOFError("ended before the end of its last frame")
+                    raise EOFError("it ends within its last frame")
             data = self._frame.decompress(packed, size)
         return data
 

@@ -193,7 +193,7 @@ def require_uses(store: Store, used: Uses) -> None:
     for pack in sorted(used.packs):
         manifest = find_manifest(store, pack)
         if manifest is None or missing_files(store, manifest):
-            raise NotFound(f"pack {pack} was deleted from {store.url} at this moment; run the same command again")
+            raise NotFound(f"pack {pack} was just deleted from {store.url}; run the same command again")
     for key in sorted(used.files):
         if not store.exists(key):
-            raise NotFound(f"{key} was deleted from {store.url} at this moment; run the same command again")
+            raise NotFound(f"{key} was just deleted from {store.url}; run the same command again")

@@ -212,7 +212,7 @@ def read_json(path: Path) -> object:
     with _opened(path) as file:
         data = file.read(MAX_JSON_BYTES + 1)
     if len(data) > MAX_JSON_BYTES:
-        raise Mistake(f"{path}: more than {MAX_JSON_BYTES:,} bytes of JSON do not fit into memory; split the file")
+        raise Mistake(f"{path}: more than {MAX_JSON_BYTES:,} bytes of JSON are too large for memory; split the file")
     data = data.removeprefix(_BYTE_ORDER_MARK)
     try:
         text = data.decode()

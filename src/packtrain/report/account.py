@@ -220,7 +220,7 @@ def forecast(evidence: Evidence) -> Finding | None:
     facts = [source]
     if planned := _other_duration(evidence):
         now = evidence.job.train.duration
-        facts.append(f"It was for {planned}, and the run is for {now} by now: time and cost as a whole do not compare.")
+        facts.append(f"It was for {planned}; the run is now set to {now}, so total time and cost cannot be compared.")
     return Finding(
         key, "run", question, answer, "good" if verdict == "good" else "note", tuple(facts), (table,),
         {f"{row.what} off": row.off for row in rows},

@@ -222,7 +222,7 @@ def fetch_named(run: Run, name: str, directory: Path) -> None:
     """Fetch the checkpoint that another machine has found, unless it was withdrawn or deleted since."""
     data = run.store.find(manifest_key(run, name))
     if data is None:
-        raise CorruptCheckpoint(f"checkpoint {name} was deleted after the first machine had found it")
+        raise CorruptCheckpoint(f"checkpoint {name} was deleted after the first machine found it")
     fetch(run, _read_manifest(name, data), directory)
 
 
@@ -243,7 +243,7 @@ def fetch_newest(
     readable, _ = _manifests(run, refuse)
     checkpoints = _without_late(run, readable)
     for late in (checkpoint for checkpoint in readable if checkpoint not in checkpoints):
-        complain(f"checkpoint {late.name}: its commit came after a newer generation had started without it; skipped")
+        complain(f"checkpoint {late.name}: it was committed after a newer generation had started without it; skipped")
     for checkpoint in reversed(checkpoints):
         try:
             fetch(run, checkpoint, directory)

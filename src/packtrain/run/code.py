@@ -38,7 +38,7 @@ _NOT_CODE_FOLDERS = {".git", ".packtrain", "__pycache__", "node_modules", ".venv
 _STORE_FOLDERS = {"runs", "packs", "files"}
 # Why a file is left out.
 _KEYS, _NOT_CODE, _GONE, _BY_GITIGNORE = "may hold keys", "not code", "deleted", f"named in {GITIGNORE}"
-_UNTRACKED = "not tracked by git, nor named in the job"
+_UNTRACKED = "not tracked by git or named in the job"
 _NAMED = 3  # files that the summary names for each reason
 _LOCK, _TRIES = ".lock", 100
 _USED: dict[Path, FileLock] = {}  # directories with code that this process may import
@@ -84,7 +84,7 @@ def snapshot(directory: Path, paths: Sequence[str] = (), max_bytes: int = MAX_BY
     if len({place for name in sizes for place in _places(PurePosixPath(name))}) > MAX_PLACES:
         raise Mistake(
             f"the code in {directory} has more than {MAX_PLACES:,} files and folders; point `code:` to a smaller"
-            f" directory, or name folders in {GITIGNORE} or {IGNORE}"
+            f" directory, or list folders in {GITIGNORE} or {IGNORE}"
         )
     files = {name: _read(directory / name) for name in sizes}
     exceptions = _ignored(directory)
@@ -95,8 +95,8 @@ def snapshot(directory: Path, paths: Sequence[str] = (), max_bytes: int = MAX_BY
         if secret is not None:
             raise Mistake(
                 f"{directory / name}: contains {secret}, and code is copied into the store; read it from a variable"
-                f" that the job lists under `environment`, or name the file in {directory / IGNORE} (after a ! if it"
-                " is no secret)"
+                f" that the job lists under `environment`, or list the file in {directory / IGNORE} (after a ! if it"
+                " is not a secret)"
             )
     modes = {name: mode for name, (_, mode) in files.items()}
     return CodeSnapshot(archive({name: data for name, (data, _) in files.items()}, modes), sizes, left_out)

@@ -96,7 +96,7 @@ def rename_run(store: Store, old: str, new: str, check: Check) -> Run:
         # A deletion that has listed the runs before there was a new name must find the old one.
         refuse_discarded(store, uses_of(there))
         if gone := copied - set(_keys(there)):
-            raise NotFound(f"{min(gone)} was deleted from {store.url} at this moment; run the same command again")
+            raise NotFound(f"{min(gone)} was just deleted from {store.url}; run the same command again")
         _leave_name(run, RemovedRun(time.time(), this_client(), renamed_to=new), launches)
     except PacktrainError:
         _delete(store, [there.key("job.json"), *_keys(there), renamed_key(new)])

@@ -55,7 +55,7 @@ class CodeReview:
         """Return why the code is not run, in one line."""
         name = self.run.name
         if self.known:
-            names = [change.name for change in self.changes] or ["the archive, or the fleet of its sweep,"]
+            names = [change.name for change in self.changes] or ["the archive, or its sweep's fleet,"]
             more = f" and {len(names) - _NAMED} more" if len(names) > _NAMED else ""
             return f"{name} is not what you ran before: {', '.join(names[:_NAMED])}{more} changed"
         if not self.job.has_own_code:
@@ -69,7 +69,7 @@ Accept = Callable[[CodeReview], None]
 
 
 def refuse(review: CodeReview) -> None:
-    raise Mistake(f"{review.reason}; somebody has to accept it first")
+    raise Mistake(f"{review.reason}; someone has to accept it first")
 
 
 def risks(job: Job, sections: Collection[str] | None = None) -> tuple[str, ...]:

@@ -89,7 +89,7 @@ def discarding(store: Store, wanted: Uses) -> Iterator[Callable[[], Uses]]:
 
             def still_unused() -> Uses:
                 if not store.exists(key):
-                    raise PacktrainError(f"{key} is gone: somebody took this deletion for killed; run it again")
+                    raise PacktrainError(f"{key} is gone: this deletion was considered killed; run it again")
                 return unused
 
             yield still_unused
@@ -123,7 +123,7 @@ def refuse_discarded(store: Store, used: Uses) -> None:
         gone = used & Uses(frozenset(record.packs), frozenset(record.files), frozenset(record.runs))
         if names := [*gone.packs, *gone.files, *gone.runs]:
             since = f"(by {record.client} since {show_time(record.time)}, {entry.key})"
-            advice = "try again when it has ended; if it was killed, run it again"
+            advice = "try again when it is done; if it was killed, run `packtrain gc` again"
             raise PacktrainError(f"`packtrain gc` is deleting {names[0]}, which the run needs {since}; {advice}")
 
 

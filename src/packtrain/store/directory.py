@@ -72,7 +72,7 @@ class DirectoryStore(Store):
             place = Path(self.url)
             if not (place / IDENTITY).exists() and (missing := missing_mount(place)) is not None:
                 point, named_by = missing
-                fault = f"{point} is not mounted, which {named_by} says it should be"
+                fault = f"{point} is not mounted, but {named_by} says it should be"
                 raise StoreError(f"{place}: {fault}; mount it, or use another store")
             make_folder(place)
             with opened_folder(place) as root:

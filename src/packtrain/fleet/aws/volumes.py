@@ -132,7 +132,7 @@ def snapshot_of(
     attached = [one for one in named if any(place["InstanceId"] in instances for place in one.get("Attachments", ()))]
     free = [one for one in named if one["VolumeId"] in used and one["State"] == "available"]
     if not attached and not free:
-        fault = f"{run}: no volume {volume.name}_* is attached to its machines, and none that they had is free"
+        fault = f"{run}: no volume {volume.name}_* is attached to its machines, and none that they used is free"
         raise Mistake(f"{fault}; wait until they have started, or until the run that uses it has ended")
     tags = {"Name": volume.name, "packtrain-run": run, **({PACK: pack} if pack else {})}
     made = region.ask(
