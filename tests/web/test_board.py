@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from packtrain.run.records import Point, Result
+from packtrain.run.records import FleetLaunch, Point, Result
 from packtrain.store import Store
 from packtrain.web import board
 from packtrain.web.board import Board
@@ -74,3 +74,15 @@ def test_a_row_has_the_score_that_a_program_counts_by_epochs_also_after_later_st
     rows.look(shown={run.name})
     row = rows.row(run.name) or {}
     assert (row["step"], row["loss"], row["score"]["value"]) == (200, 1.5, 0.5)
+
+
+def test_a_run_is_as_old_as_its_first_start(directory_store: Store, tmp_path: Path) -> None:
+    """The file of its job is newer in a copy of the store, and after `resume --set`."""
+    run = trained_run(directory_store, steps=2)
+    for time in (5e8, 6e8):
+        run.record_launch(FleetLaunch(time, "me@here", {"local": {}}))
+    path = tmp_path / "store" / run.key("job.json")
+    assert path.stat().st_mtime > 6e8
+    rows = Board(directory_store)
+    rows.look()
+    assert (rows.row(run.name) or {})["created"] == 5e8

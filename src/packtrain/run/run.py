@@ -288,6 +288,12 @@ class Run:
         keys = self._keys("launches/", _NUMBERED)
         return dict(zip(keys, _each(lambda key: self._read(key, FleetLaunch), keys), strict=True))
 
+    def first_launch(self) -> FleetLaunch | None:
+        """Return the launch that `launches` has first, without a list of them all."""
+        with suppress(NotFound):
+            return self._read(self.key("launches/000001.json"), FleetLaunch)
+        return None
+
     def count_launches(self) -> int:
         return len(self._keys("launches/", _NUMBERED))
 

@@ -13,6 +13,7 @@ import time
 import traceback
 from collections.abc import Callable, Collection, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from dataclasses import asdict, dataclass, field, replace
 from datetime import datetime
 from functools import partial, reduce
@@ -38,7 +39,7 @@ from packtrain.run.blocks import decode_points, parts_of
 from packtrain.run.checkpoint import committed, is_scored
 from packtrain.run.chunks import ChunkFollower, chunk_keys
 from packtrain.run.liveness import State, StateWatch
-from packtrain.run.records import Notes, Point, Result, loss_name
+from packtrain.run.records import DamagedRecord, Notes, Point, Result, loss_name
 from packtrain.run.run import Run, surviving
 from packtrain.run.sweeps import sweep_of
 from packtrain.store import Store
@@ -260,7 +261,7 @@ def _row(listed: ListedRun) -> Row:
         return {**listed.row, "state": ABSENT}
     if entry.modified != listed.made:  # a new job: `resume --set` changes it, and names are used again
         listed.made, listed.run = entry.modified, run
-        listed.created = min(listed.created or entry.modified.timestamp(), entry.modified.timestamp())
+        listed.created = min(listed.created or entry.modified.timestamp(), entry.modified.timestamp(), _launched(run))
     run = listed.run
     listed.result = run.result()
     if listed.result is not None:
@@ -285,6 +286,14 @@ def _row(listed: ListedRun) -> Row:
         "created": listed.created, **_notes(run), "sweep": sweep_of(run), "sparkline": listed.sparks.losses,
         "problem": problem,
     }  # fmt: skip
+
+
+def _launched(run: Run) -> float:
+    """Return when a run was first started, or infinity: the time of its job is that of a copy, or of `resume --set`."""
+    first = None
+    with suppress(DamagedRecord):
+        first = run.first_launch()
+    return math.inf if first is None else first.time
 
 
 def _machines(listed: ListedRun, state: State) -> int:
