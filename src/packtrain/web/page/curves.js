@@ -202,9 +202,15 @@ export class Curves {
     this.#load();
   }
 
+  #none() {
+    const { result, recipe } = this.view.detail ?? {};
+    if (!result) return quiet("No measurements yet.", "Curves appear with the first steps.");
+    return quiet("No measurements.", recipe ? "The run ended before its first step." : "The program logged no numbers.");
+  }
+
   detailed(detail) {
     this.clock.learn(detail, this.#origins.get(detail.name));
-    const names = JSON.stringify(detail.names);
+    const names = JSON.stringify(detail.names.length ? detail.names : Boolean(detail.result)); // what is said instead of curves
     if (names !== this.names) {
       this.names = names;
       this.#arrange();
@@ -243,7 +249,7 @@ export class Curves {
     this.bands.element.append(this.bandKey);
     this.timeline = new Timeline(this.group, this.clock, this.app);
     const parts = [...this.#charts.map(({ chart }) => chart.element), this.bands.element, this.timeline.element];
-    this.grid.replaceChildren(...(names.length ? parts : [quiet("No measurements yet.", "Curves appear with the first steps."), this.timeline.element]));
+    this.grid.replaceChildren(...(names.length ? parts : [this.#none(), this.timeline.element]));
     this.timeline.learn(this.view.detail);
     this.#drawBands();
     this.#mark();

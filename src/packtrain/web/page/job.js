@@ -120,18 +120,18 @@ export class Checkpoints {
     place.append(make("div", "skeleton tall"));
   }
 
-  detailed({ checkpoints, name }) {
-    const key = JSON.stringify(checkpoints);
+  detailed({ checkpoints, name, recipe, result }) {
+    const key = JSON.stringify([checkpoints, recipe, Boolean(result)]);
     if (key === this.known) return;
     this.known = key;
     if (!checkpoints.length) {
-      this.place.replaceChildren(quiet("No checkpoint is committed yet.", "The first one follows after the interval that the job sets."));
+      this.place.replaceChildren(result ? quiet("No checkpoint was committed.") : quiet("No checkpoint is committed yet.", "The first one follows after the interval that the job sets."));
       return;
     }
     const opened = new Set([...this.place.querySelectorAll("details[open]")].map((one) => one.dataset.name));
     const newest = [...checkpoints].sort((one, other) => other.step - one.step);
     const items = newest.map((one) => {
-      const facts = [make("b", "", `Step ${count(one.step)}`), make("span", "", one.time ? clock(one.time) : "–"), make("span", "number", bytes(one.bytes)), make("code", "dim", short(one.name, 80))];
+      const facts = [make("b", "", `${recipe ? "Step" : "Commit"} ${count(one.step)}`), make("span", "", one.time ? clock(one.time) : "–"), make("span", "number", bytes(one.bytes)), make("code", "dim", short(one.name, 80))];
       const files = one.files.map((file) => make("li", "", make("code", "", short(file.name, 200)), make("span", "number", bytes(file.bytes))));
       const details = make("details", "checkpoint", make("summary", "", ...facts), make("ul", "", ...files));
       details.dataset.name = one.name;
@@ -141,7 +141,9 @@ export class Checkpoints {
     const total = checkpoints.reduce((sum, one) => sum + (one.bytes ?? 0), 0);
     const made = card("Checkpoints", make("ol", "checkpoints", ...items));
     made.head.append(make("p", "readout", `${checkpoints.length} kept, ${bytes(total)}`));
-    const hint = make("p", "dim small", "Export the best one: ", make("code", "", `packtrain export ${short(name, 120)} -o model/`));
+    // A program has commits: its own files, which Packtrain cannot export.
+    const [words, command] = recipe ? ["Export the best one: ", `packtrain export ${short(name, 120)} -o model/`] : ["Download the newest one: ", `packtrain get ${short(name, 120)} checkpoints/`];
+    const hint = make("p", "dim small", words, make("code", "", command));
     this.place.replaceChildren(made, hint);
   }
 

@@ -195,7 +195,7 @@ class RunView {
     const scored = (one, ...more) => [capital(titled(one)), number(one.value), [sampled(one.samples), ...more].filter(Boolean).join(", ")];
     const isBest = !best || !score || best.value === score.value;
     const facts = [
-      ["Progress", row.progress === null ? count(row.step) : percent(row.progress), row.goal ? `step ${count(row.step)} of ${count(row.goal)}` : row.unit ? "steps" : "commits", row.progress],
+      ["Progress", row.progress === null ? count(row.step) : percent(row.progress), row.goal ? `step ${count(row.step)} of ${count(row.goal)}` : row.progress === null ? (row.unit ? "steps" : "commits") : row.unit ? `step ${count(row.step)}` : `${count(row.step)} commits`, row.progress],
       ["Training loss", number(row.loss), row.loss === null ? "" : `mean of the last ${row.loss_steps === 1 ? "step" : `${row.loss_steps} steps`}`],
       score ? scored(score, isBest ? "" : `best ${number(best.value)} at step ${count(best.step)}`) : ["Score", "–", ""],
       ["Speed", compact(row.units_per_second), row.unit ? `${row.unit}/s, last ${row.step > 1 ? `${Math.min(RECENT, row.step)} steps` : "step"}` : ""],

@@ -44,7 +44,7 @@ export class Samples {
       this.steps = steps;
       this.slider.max = String(Math.max(0, steps.length - 1));
       this.tools.hidden = !steps.length;
-      if (!steps.length) this.list.replaceChildren(quiet("No samples yet.", "Every evaluation records some."));
+      if (!steps.length) this.list.replaceChildren(this.view.row?.recipe === null ? quiet("No samples.", "A program records none; a recipe does.") : quiet("No samples yet.", "Every evaluation records some."));
       else if (newest || current().query.has("step")) this.#pick();
       else this.#say();
     } catch (error) {
