@@ -94,7 +94,10 @@ def quoted(text: str, limit: int = 200) -> str:
 def nearest(word: str, known: Iterable[str]) -> str:
     """Return a hint that names the closest known word, or lists them all if none is close."""
     choices = sorted(known)
-    close = get_close_matches(word, choices, n=1, cutoff=0.6)
-    if close:
-        return f"did you mean {close[0]!r}?"
-    return "known: " + ", ".join(choices)
+    return meant(word, choices) or "known: " + ", ".join(choices)
+
+
+def meant(word: str, known: Iterable[str]) -> str:
+    """Return a hint that names the closest known word, or an empty string if none is close."""
+    close = get_close_matches(word, sorted(known), n=1, cutoff=0.6)
+    return f"did you mean {close[0]!r}?" if close else ""

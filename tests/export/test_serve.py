@@ -223,7 +223,7 @@ def test_a_seed_is_used_as_given_and_without_one_every_request_samples_anew(
         (b'{"inputs": ["\xff"]}', "the body is not valid UTF-8 at byte 13"),
         (b'{"inputs": ["\\ud800"]}', "the body is not valid JSON: unexpected end of hex escape at line 1 column 20"),
         (b"{}", "give either inputs or turns"),
-        (b'{"inputs": []}', "inputs: must have at least 1 entries"),
+        (b'{"inputs": []}', "inputs: must have at least 1 entry"),
         (b'{"inputs": "hello"}', "inputs: must be a list, not a string"),
         (b'{"inputs": [3]}', "inputs.0: must be a string, not an integer; put it in quotes"),
         (b'{"inputs": ["a"], "beam": "3"}', "beam: must be an integer, not a string; remove the quotes"),
@@ -617,7 +617,10 @@ def test_outputs_end_at_the_limit_and_at_a_stop(client: httpx.Client) -> None:
         ("chat/completions", {"messages": [{"role": "assistant", "content": "a"}]}, 400, "messages: the last one must"),
         ("chat/completions", {"messages": []}, 400, "messages: must have at least 1"),
         ("chat/completions", {"messages": [{"role": "tool", "content": "a"}]}, 400, "messages.0.role: 'tool' is not"),
-        ("completions", {"prompt": [1, 2]}, 400, "prompt"),
+        ("completions", {"prompt": [1, 2]}, 400, "prompt.0: must be a string, not an integer"),
+        ("completions", {"prompt": []}, 400, "prompt: must have at least 1 entry"),
+        ("chat/completions", {"messages": [{"role": "user", "content": [{"type": "image_url"}]}]}, 400,
+         "messages.0.content.0.type: 'image_url' is not one of text"),
         ("completions", {"prompt": "a", "temperature": 3}, 400, "temperature: must be at most 2"),
         ("completions", {"prompt": "a", "n": 33}, 400, "n: must be at most 32"),
     ],
@@ -687,7 +690,9 @@ def test_only_options_that_the_form_supports_are_listed_and_accepted(
         for path, body in (("predict", {"inputs": ["a"]}), ("completions", {"prompt": "a"})):
             refused = client.post(f"/v1/{path}", json={**body, "temperature": 1})
             assert refused.status_code == 400
-            assert error_of(refused).partition(": ")[2] == fault.partition(": ")[2]
+            assert error_of(refused) == fault
+        refused = client.post("/v1/completions", json={"prompt": "a", "top_p": 0.5})
+        assert refused.json()["error"]["param"] == "top_p", "the name that OpenAI's clients know"
 
 
 # Pictures.

@@ -370,12 +370,16 @@ def read_query(shape: type[Shape], query: Mapping[str, str]) -> Shape:
 
 
 def _in_one_line(error: ValidationError, shape: type[BaseModel]) -> RequestFault:
-    detail = error.errors(include_url=False, include_input=False)[0]
+    details = error.errors(include_url=False)
+    # The first fault, except that a list is no string where a list is accepted too: what is wrong in it comes next.
+    is_other = (one["type"] == "string_type" and isinstance(one["input"], list) for one in details)
+    at = next((number for number, other in enumerate(is_other) if not other), 0)
+    detail = details[at]
     if detail["type"] == "json_invalid":
         return RequestFault(400, f"the body is not valid JSON: {printable(str(detail['ctx']['error']), _SHOWN)}")
     if detail["type"] == "model_type":
         return RequestFault(400, "the body must be a JSON object")
-    location, words, _ = faults(error)[0]
+    location, words, _ = faults(error)[at]
     # In a union, the location also names the alternative that was tried, such as `list[str]`.
     known = [one for one in location if isinstance(one, int) or (one.isidentifier() and one not in ("str", "dict"))]
     place = printable(".".join(map(str, known)), _SHOWN)

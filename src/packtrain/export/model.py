@@ -209,7 +209,7 @@ def read_manifest(folder: Path) -> ModelManifest:
     try:
         manifest_file = folder / MANIFEST
         if not manifest_file.is_file():
-            raise NotFound(f"{name}: not an exported model; there is no {MANIFEST}")
+            raise NotFound(f"{name}: not an exported model; there is no {MANIFEST}; `packtrain export` writes one")
         if manifest_file.stat().st_size > MAX_MANIFEST_BYTES:
             raise Mistake(f"{name}: {MANIFEST} is too large to be that of a model")
         manifest = decode_manifest(manifest_file.read_bytes(), name)

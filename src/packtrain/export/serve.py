@@ -444,6 +444,9 @@ class Endpoints:
     ) -> list[tuple[list[Written], Usage]]:
         """Return `n` outputs for each question, and the tokens of both."""
         options, wanted = _sampling(asked), asked.n or 1
+        if options.given and (reason := self._service.no_sampling) is not None:
+            field = "temperature" if asked.temperature else "top_p"
+            raise RequestFault(400, f"{field}: {reason}", param=field)
         # Sampled outputs come from as many copies of the question; a beam search finds several for one.
         copies = wanted if options.given else 1
         manner = self._service.manner(options, None if copies == wanted else wanted, is_conversation)

@@ -210,13 +210,20 @@ class Service:
         )
         return ModelEntry(id=model.name, created=int(model.made), packtrain=facts)
 
+    @property
+    def no_sampling(self) -> str | None:
+        """Why this model does not sample, or None if it does."""
+        if self.model.can_sample:
+            return None
+        return f"a {self.model.form} model does not sample; export it with --format onnx to do so"
+
     def manner(self, options: DecodeOptions, n_best: int | None = None, is_conversation: bool = False) -> Manner:
         """Return how a request with these options is computed; raise Mistake if they do not fit the model."""
         model, recipe = self.model, self.model.recipe
         given = options.given.keys() | ({"n_best"} if n_best is not None else set())
         for name in sorted(given - model.options):
             if name in recipe.decode_options:
-                raise Mistake(f"{name}: a {model.form} model does not sample; export it with --format onnx to do so")
+                raise Mistake(f"{name}: {self.no_sampling}")
             raise Mistake(f"{name}: {recipe.job.recipe} does not support it")
         decoding = options.applied_to(recipe.decoding)
         is_sampled = decoding.nucleus is not None

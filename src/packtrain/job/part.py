@@ -25,7 +25,7 @@ from pydantic import (
 )
 from pydantic_core import ErrorDetails, InitErrorDetails, PydanticCustomError
 
-from packtrain.errors import nearest, quoted
+from packtrain.errors import meant, nearest, quoted
 from packtrain.units import (
     AMOUNT_PATTERN,
     BYTES_PATTERN,
@@ -113,6 +113,10 @@ def must_be(expected: str, value: object) -> str:
     return said
 
 
+def _entries(number: int) -> str:
+    return "1 entry" if number == 1 else f"{number} entries"
+
+
 def _in_words(error: ErrorDetails) -> str:
     kind, value, context = error["type"], error["input"], error.get("ctx", {})
     if kind == "missing":
@@ -129,11 +133,12 @@ def _in_words(error: ErrorDetails) -> str:
         choices = re.findall(r"'([^']*)'", context["expected"])  # pydantic gives them as one string
         if not isinstance(value, str):
             return must_be(f"one of {', '.join(choices)}", value)
-        return f"{quoted(value, _SHOWN)} is not one of {', '.join(choices)}; {nearest(value, choices)}"
+        hint = meant(value, choices)
+        return f"{quoted(value, _SHOWN)} is not one of {', '.join(choices)}{'; ' if hint else ''}{hint}"
     if kind == "too_short":
-        return f"must have at least {context['min_length']} entries"
+        return f"must have at least {_entries(context['min_length'])}"
     if kind == "too_long":
-        return f"must have at most {context['max_length']} entries"
+        return f"must have at most {_entries(context['max_length'])}"
     if kind == "value_error":
         return str(context["error"])
     return error["msg"]
