@@ -360,6 +360,8 @@ def test_code_that_lacks_the_directory_or_has_the_whole_home_is_refused(
         dry_run(load(below, ["directory=no"]))
     with pytest.raises(Mistake, match=r"job.yaml:2: program: there is no file .*/work/train.py$"):
         dry_run(load(below, ["directory=."]))
+    with pytest.raises(Mistake, match=r"^--set code: there is no directory .*/no$"):
+        dry_run(load(below, ["code=no", "directory=."]))
     monkeypatch.setenv("HOME", str(below.parent.parent))
     with pytest.raises(Mistake, match=r"job.yaml:4: code: .*/work contains your home directory; choose a smaller one"):
         dry_run(load(below))

@@ -603,6 +603,8 @@ def _code(loaded: LoadedJob) -> CodeSnapshot:
         return CodeSnapshot(archive({"job.yaml": data}), {"job.yaml": len(data)}, {})
     if loaded.code != loaded.directory and Path.home().is_relative_to(loaded.code):
         raise loaded.mistake("code", f"{loaded.code} contains your home directory; choose a smaller one")
+    if not loaded.code.is_dir():
+        raise loaded.mistake("code", f"there is no directory {loaded.code}")
     if program is not None:
         if not loaded.place.is_dir():
             raise loaded.mistake("directory", f"there is no directory {loaded.place}")
