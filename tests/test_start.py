@@ -300,6 +300,7 @@ def test_a_running_run_is_not_changed(directory_store: Store, monkeypatch: pytes
         ("[run.sh]", ("./run.sh",), None),
         ("[python, -m, json.tool]", ("python", "-m", "json.tool"), None),
         ("[sh, -c, 'true']", ("sh", "-c", "true"), None),
+        ("[sh, -c, 'echo $PACKTRAIN_RUN']", ("sh", "-c", "echo $PACKTRAIN_RUN"), None),
     ],
 )
 def test_a_program_may_be_written_as_it_is_started_by_hand(
@@ -323,6 +324,11 @@ def test_a_program_may_be_written_as_it_is_started_by_hand(
         ("[python, -m, no_such_module]", "module no_such_module is neither in {} nor installed"),
         ("[run.sh]", "{}/run.sh is not executable; run `chmod +x ./run.sh`"),
         ("[no-such-command]", "there is no file {0}/no-such-command, and no command no-such-command on this machine"),
+        (
+            "[sh, -c, x, '--out=${PACKTRAIN_CHECKPOINT}/a']",
+            "there is no variable $PACKTRAIN_CHECKPOINT; did you mean $PACKTRAIN_CHECKPOINTS?",
+        ),
+        ("{command: [sh], resume: [$PACKTRAIN_CHECKPONTS]}", "there is no variable $PACKTRAIN_CHECKPONTS; did you"),
         ("[torchrun, --fast, a.py]", "torchrun: unknown option '--fast'; write the program alone, such as"),
     ],
 )

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import shlex
 import shutil
 import time
@@ -11,6 +12,7 @@ import uuid
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack, suppress
 from dataclasses import dataclass, replace
+from difflib import get_close_matches
 from importlib.util import find_spec
 from pathlib import Path, PurePosixPath
 from typing import Any
@@ -47,11 +49,16 @@ from packtrain.run.uses import Uses
 from packtrain.store import NoKeys, Store, StoreError, open_store, unreachable_bucket
 from packtrain.system import cache_directory, expanded, sha256_of, this_client
 from packtrain.system import say as print_line
+from packtrain.train.control import CHECKPOINTS_VARIABLE, DATA_VARIABLE, SUBMIT_VARIABLE
 from packtrain.train.progress import Progress
 from packtrain.train.schedule import rate_of
 from packtrain.units import Duration, show_time
 
 _NAMED = 3  # edited files that a line names
+
+# The places of `with_places` in node/launch.py, which replaces them, without their common beginning.
+_PLACES = [name.removeprefix("PACKTRAIN_") for name in (CHECKPOINTS_VARIABLE, DATA_VARIABLE, SUBMIT_VARIABLE)]
+_VARIABLE = re.compile(r"\$\{?PACKTRAIN_(\w+)")
 
 _LOOK_SECONDS = 5.0  # for a dry run to find the next number
 
@@ -609,7 +616,7 @@ def _code(loaded: LoadedJob) -> CodeSnapshot:
         if not loaded.place.is_dir():
             raise loaded.mistake("directory", f"there is no directory {loaded.place}")
         words = program.command[command_of(program.command) :]
-        if (fault := _program_fault(loaded, words)) is not None:
+        if (fault := _program_fault(loaded, words) or _place_fault((*words, *program.resume))) is not None:
             raise loaded.mistake("program", fault)
     return snapshot(loaded.code, loaded.job.named_paths)
 
@@ -641,6 +648,15 @@ def _program_fault(loaded: LoadedJob, words: Sequence[str]) -> str | None:
         return None
     if is_here and shutil.which(command) is None:
         return f"there is no file {path}, and no command {command} on this machine"
+    return None
+
+
+def _place_fault(words: Sequence[str]) -> str | None:
+    """Return which variable is a misspelled place: the program would get it as it is, and write to a file named so."""
+    for name in _VARIABLE.findall(" ".join(words)):
+        closest = get_close_matches(name, _PLACES, n=1)
+        if closest and name not in _PLACES:
+            return f"there is no variable $PACKTRAIN_{name}; did you mean $PACKTRAIN_{closest[0]}?"
     return None
 
 
