@@ -14,6 +14,7 @@ from pathlib import Path
 import pytest
 from torch.utils.tensorboard import SummaryWriter
 
+from packtrain.job.job import CheckpointSettings
 from packtrain.node.event_file import EventFile
 from packtrain.node.metrics import (
     MAX_NAMES,
@@ -25,6 +26,7 @@ from packtrain.node.metrics import (
     parse_line,
     parse_printed,
 )
+from packtrain.node.program import ProgramCheckpoints
 from packtrain.run.checkpoint import FORMAT, Checkpoint
 from packtrain.run.records import Generation, LogLine, Point, decode
 from packtrain.run.run import Run
@@ -369,8 +371,20 @@ def test_event_files_of_this_generation_are_read_and_those_from_before_are_not(b
     with SummaryWriter(str(tmp_path / "code" / "validation")) as writer:
         writer.add_scalar("loss", 2.0, 1)
     log(control, 1, accuracy=0.5)
-    metrics.flush(is_last=True)
+    metrics.flush(is_complete=True)
     assert values(run.metrics()) == {1: {"loss": 1.0, "validation/loss": 2.0, "accuracy": 0.5}}
+
+
+def test_a_commit_has_all_that_was_printed_before_it(begun: Begun, tmp_path: Path) -> None:
+    """A run that resumes from it never logs these steps again."""
+    run, metrics, begin = begun
+    begin(1)
+    keeping = ProgramCheckpoints(run, tmp_path / "ckpt", CheckpointSettings(), Told(), metrics=metrics)
+    keeping.restore(1, is_first=True)
+    for step in range(3):
+        metrics.hear(printed(f"step {step}: loss 1.5"))
+        keeping.commit(1)
+    assert list(values(run.metrics())) == [0, 1, 2]
 
 
 def test_what_rank_0_prints_counts_if_the_program_logs_nothing_else(begun: Begun, tmp_path: Path) -> None:
@@ -380,16 +394,16 @@ def test_what_rank_0_prints_counts_if_the_program_logs_nothing_else(begun: Begun
         metrics.hear(printed(f"step {step}: loss {4.5 - step}", moment=10.0 + step))
         metrics.hear(printed(f"step {step}: loss 9", rank=1))
         metrics.hear(printed(f"step {step}: loss 9", generation=7))
-    metrics.flush(is_last=True)
+    metrics.flush(is_complete=True)
     assert values(run.metrics()) == {0: {"loss": 4.5}, 1: {"loss": 3.5}, 2: {"loss": 2.5}}
     log(begin(2), 3, accuracy=0.5)
     metrics.hear(printed("step 3: loss 1.5", generation=2))
-    metrics.flush(is_last=True)
+    metrics.flush(is_complete=True)
     assert values(run.metrics())[3] == {"accuracy": 0.5}
     begin(3)
     metrics.hear(printed("step 4: loss 0.5", generation=3))
     with SummaryWriter(str(tmp_path / "code" / "train")):  # nothing is in it yet
-        metrics.flush(is_last=True)
+        metrics.flush(is_complete=True)
     assert 4 not in values(run.metrics())
 
 

@@ -229,7 +229,7 @@ class ProgramMetrics:
         with self._lock:
             if self._source is not None and self._source.generation == generation:  # a launch that is tried again
                 return
-            self._collect(is_last=True)
+            self._collect(is_complete=True)
             points: list[Point] = []
             with suppress(DamagedRecord):
                 points = [point for point in self._run.recent_points(_COMPARED, False) if point.kind == "log"]
@@ -254,19 +254,19 @@ class ProgramMetrics:
         if source is not None and line.rank == 0 and line.generation == source.generation.number:
             source.hear(line)
 
-    def flush(self, is_last: bool = False) -> None:
-        """Put what is new; `is_last` after the workers have exited, when all files are complete."""
+    def flush(self, is_complete: bool = False) -> None:
+        """Put what is new. Printed numbers wait for the next search for event files, which `is_complete` does now."""
         with self._lock:
-            self._collect(is_last)
+            self._collect(is_complete)
             while self._writers:
                 self._writers[0].flush()
                 if len(self._writers) == 1:
                     break
                 del self._writers[0]
 
-    def _collect(self, is_last: bool) -> None:
+    def _collect(self, is_complete: bool) -> None:
         if self._source is not None:
-            for point in self._source.read(is_last):
+            for point in self._source.read(is_complete):
                 self._writers[-1].append(point)
 
 
@@ -293,13 +293,13 @@ class _Source:
         self._owners: dict[str, Path] = {}  # of tags: the folder that had each first
         self._scanned = -math.inf
 
-    def read(self, is_last: bool) -> Iterator[Point]:
+    def read(self, is_complete: bool) -> Iterator[Point]:
         scanned = self._scanned
         for logged in self._logged():
             self.table.add(logged)
             if self.table.num_new >= _OPEN_STEPS:
                 yield from self._new_points()
-        for scalar, folder in self._scalars(is_last):
+        for scalar, folder in self._scalars(is_complete):
             owner = self._owners.setdefault(scalar.tag, folder)
             name = scalar.tag if owner == folder else f"{folder.name}/{scalar.tag}"
             self.table.add(Logged(scalar.step, scalar.time, {name: scalar.value}))
@@ -329,8 +329,8 @@ class _Source:
                 yield Point("start", point.generation, max(0, point.step - 1), point.time, {})
             yield point
 
-    def _scalars(self, is_last: bool) -> Iterator[tuple[Scalar, Path]]:
-        if is_last or time.monotonic() - self._scanned > _SCAN_SECONDS:
+    def _scalars(self, is_complete: bool) -> Iterator[tuple[Scalar, Path]]:
+        if is_complete or time.monotonic() - self._scanned > _SCAN_SECONDS:
             self._scanned = time.monotonic()
             opened = open_event_files(self._launcher())
             self._others |= {path for path, rank in opened if rank != "0"}

@@ -91,7 +91,7 @@ class ProgramCheckpoints:
         """Commit the directory if it has changed, and keep the outputs that have."""
         self._last = self._clock()
         if self._metrics is not None:  # first: numbers up to the checkpoint are in the store before it
-            self._metrics.flush()
+            self._metrics.flush(is_complete=True)
         not_kept: OSError | None = None
         if self._workspace is not None:
             try:
@@ -116,8 +116,6 @@ class ProgramCheckpoints:
 
     def finish(self, generation: int) -> None:
         """Commit what the program left, and name what nothing keeps."""
-        if self._metrics is not None:
-            self._metrics.flush(is_last=True)
         self.commit(generation)
         if self._workspace is not None:
             self._workspace.warn_of_the_rest()
