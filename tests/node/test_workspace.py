@@ -37,6 +37,16 @@ def workspace(
     return prepared
 
 
+@pytest.fixture
+def faulty(directory_store: Store) -> FaultyStore:
+    return FaultyStore(directory_store)
+
+
+@pytest.fixture
+def faulty_run(faulty: FaultyStore) -> Run:
+    return new_run(faulty, program_job(outputs=["out"]))
+
+
 def kept(run: Run) -> dict[str, bytes]:
     """What a person gets of a run's outputs."""
     return {name: run.store.get(file.key) for name, file in kept_files(run).items()}
@@ -198,10 +208,10 @@ def test_a_machine_that_stays_the_first_keeps_what_is_not_in_the_store_yet(run: 
     assert kept(run) == {"out/log": b"1 2", "out/new": b"n"}
 
 
-def test_a_restore_of_outputs_that_is_tried_again_removes_nothing(directory_store: Store, tmp_path: Path) -> None:
-    faulty = FaultyStore(directory_store)
-    run = new_run(faulty, program_job(outputs=["out"]))
-    first = workspace(run, tmp_path / "code")
+def test_a_restore_of_outputs_that_is_tried_again_removes_nothing(
+    faulty: FaultyStore, faulty_run: Run, tmp_path: Path
+) -> None:
+    first = workspace(faulty_run, tmp_path / "code")
     write_files(tmp_path / "code", {"out/log": b"1"})
     first.keep_outputs(1)
     write_files(tmp_path / "code", {"out/log": b"1 2"})
@@ -223,11 +233,9 @@ def lose_answers_of_lists(store: FaultyStore) -> None:
 
 
 def test_a_machine_that_stays_the_first_keeps_its_files_though_it_does_not_know_that_its_list_has_arrived(
-    directory_store: Store, tmp_path: Path
+    faulty: FaultyStore, faulty_run: Run, tmp_path: Path
 ) -> None:
-    faulty = FaultyStore(directory_store)
-    run = new_run(faulty, program_job(outputs=["out"]))
-    first = workspace(run, tmp_path / "code")
+    first = workspace(faulty_run, tmp_path / "code")
     write_files(tmp_path / "code", {"out/log": b"1"})
     lose_answers_of_lists(faulty)
     with pytest.raises(StoreError):
@@ -237,15 +245,13 @@ def test_a_machine_that_stays_the_first_keeps_its_files_though_it_does_not_know_
     write_files(tmp_path / "code", files)
     first.restore_outputs(2, is_first=True)
     first.keep_outputs(2)
-    assert kept(run) == files
+    assert kept(faulty_run) == files
 
 
 def test_a_file_that_the_program_removed_stays_removed_though_a_list_with_it_arrives_late(
-    directory_store: Store, tmp_path: Path
+    faulty: FaultyStore, faulty_run: Run, tmp_path: Path
 ) -> None:
-    faulty = FaultyStore(directory_store)
-    run = new_run(faulty, program_job(outputs=["out"]))
-    first = workspace(run, tmp_path / "code")
+    first = workspace(faulty_run, tmp_path / "code")
     write_files(tmp_path / "code", {"out/log": b"1"})
     first.keep_outputs(1)
     write_files(tmp_path / "code", {"out/part": b"p"})
@@ -255,19 +261,17 @@ def test_a_file_that_the_program_removed_stays_removed_though_a_list_with_it_arr
     faulty.refuse()
     (tmp_path / "code/out/part").unlink()
     first.keep_outputs(1)
-    assert kept(run) == {"out/log": b"1"}
+    assert kept(faulty_run) == {"out/log": b"1"}
 
 
 def test_a_machine_that_takes_over_again_keeps_nothing_of_its_own_though_its_restore_is_tried_twice(
-    directory_store: Store, tmp_path: Path
+    faulty: FaultyStore, faulty_run: Run, directory_store: Store, tmp_path: Path
 ) -> None:
-    faulty = FaultyStore(directory_store)
-    run = new_run(faulty, program_job(outputs=["out"]))
-    first = workspace(run, tmp_path / "first")
+    first = workspace(faulty_run, tmp_path / "first")
     write_files(tmp_path / "first", {"out/log": b"1"})
     first.keep_outputs(1)
     write_files(tmp_path / "first", {"out/log": b"1, cut off", "out/more": b""})
-    workspace(Run(directory_store, run.name), tmp_path / "second", generation=2)
+    workspace(Run(directory_store, faulty_run.name), tmp_path / "second", generation=2)
     faulty.refuse("get_file")
     with pytest.raises(StoreError):
         first.restore_outputs(3, is_first=True)
