@@ -147,7 +147,7 @@ def test_a_node_whose_time_is_up_does_not_wait_for_workers_that_cannot_be_killed
         listening(watch, *arguments, **options)
 
     monkeypatch.setattr(PreemptionWatch, "__init__", keep)
-    monkeypatch.setattr(node_module, "KILL_SECONDS", 0.01)
+    monkeypatch.setattr(node_module, "LAST_KILL_SECONDS", 0.01)
     monkeypatch.setattr(node_module, "exit_immediately", lambda *_, **__: ended.set())
     cluster = make(1, 1)
     cluster.wait(10)

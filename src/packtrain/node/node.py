@@ -72,7 +72,7 @@ IDLE_SECONDS = 1.0  # ... and while there are none
 _TICK_SECONDS = 0.2  # between two looks at this machine
 _RESULT_LOOKS = 5  # running workers mean that there is no result: the store is asked less often
 _END_SECONDS = 20.0  # for the last records, after the deadline or if the store is away
-KILL_SECONDS = 3.0  # for workers to die, at the end of the time after a signal
+LAST_KILL_SECONDS = 3.0  # for workers to die, at the end of the time after a signal
 STORE_HOURS = 24  # without an answer of the store, until the node gives up
 _CLEAN_UP_SECONDS = 3600.0  # in which a store that is away may come back, to clean up there
 _SWEEP_SECONDS = 10.0  # to finish taking over from dead nodes, before this one leaves
@@ -618,7 +618,7 @@ class Node:
 
     def _end_immediately(self, reason: str) -> None:
         # Workers in the kernel, as on a dead mount, cannot be killed now; they get SIGTERM when this process is gone.
-        Task(self._kill_workers, "kill").wait(KILL_SECONDS)
+        Task(self._kill_workers, "kill").wait(LAST_KILL_SECONDS)
         exit_immediately(reason, power_off=False)  # whoever takes the machine away ends it
 
 
