@@ -49,15 +49,15 @@ from packtrain.run.uses import Uses
 from packtrain.store import NoKeys, Store, StoreError, open_store, unreachable_bucket
 from packtrain.system import cache_directory, expanded, sha256_of, this_client
 from packtrain.system import say as print_line
-from packtrain.train.control import CHECKPOINTS_VARIABLE, DATA_VARIABLE, SUBMIT_VARIABLE
+from packtrain.train.control import PLACE_VARIABLES
 from packtrain.train.progress import Progress
 from packtrain.train.schedule import rate_of
 from packtrain.units import Duration, show_time
 
 _NAMED = 3  # edited files that a line names
 
-# The places of `with_places` in node/launch.py, which replaces them, without their common beginning.
-_PLACES = [name.removeprefix("PACKTRAIN_") for name in (CHECKPOINTS_VARIABLE, DATA_VARIABLE, SUBMIT_VARIABLE)]
+# Without their common beginning, by which any of our variables would be close to them.
+_PLACES = [name.removeprefix("PACKTRAIN_") for name in PLACE_VARIABLES]
 _VARIABLE = re.compile(r"\$\{?PACKTRAIN_(\w+)")
 
 _LOOK_SECONDS = 5.0  # for a dry run to find the next number

@@ -43,6 +43,7 @@ from packtrain.train.control import (
     DATA_VARIABLE,
     GENERATION_VARIABLE,
     JOB_VARIABLE,
+    PLACE_VARIABLES,
     RUN_VARIABLE,
     STORE_ID_VARIABLE,
     STORE_VARIABLE,
@@ -61,7 +62,7 @@ _TAIL_BYTES = 8192  # of each log: enough for the last traceback
 _SCRIPT = [sys.executable, "-u"]
 # Below the ephemeral ports, which the system gives to any connection.
 _PORTS = range(20_000, 30_000)
-_PLACES = "|".join((CHECKPOINTS_VARIABLE, DATA_VARIABLE, SUBMIT_VARIABLE))
+_PLACES = "|".join(PLACE_VARIABLES)
 _PLACE = re.compile(rf"\$(?:\{{({_PLACES})\}}|({_PLACES})\b)")
 # NCCL takes every interface whose name begins so, unless there is an equals sign.
 _INTERFACE_VARIABLES = {"GLOO_SOCKET_IFNAME": "{}", "NCCL_SOCKET_IFNAME": "={}"}
