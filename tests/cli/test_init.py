@@ -60,8 +60,8 @@ def test_a_new_job_loads_and_its_data_can_be_packed(kind: str, tmp_path: Path) -
 def test_comments_after_fields_are_aligned(kind: str, tmp_path: Path) -> None:
     write_job(InitRequest(kind, tmp_path / "job.yaml"))
     lines = (tmp_path / "job.yaml").read_text().splitlines()
-    columns = [line.index(" # ") for line in lines if " # " in line and not line.lstrip().startswith("#")]
-    assert set(columns) == {35}
+    columns = [line.index("# ") for line in lines if "# " in line and not line.lstrip().startswith("#")]
+    assert set(columns) == {36}
 
 
 def test_a_job_on_own_data_trains_longer_than_one_on_toy_data(tmp_path: Path) -> None:

@@ -18,7 +18,7 @@ from packtrain.cli.splits import Ask, Splits, find_splits
 from packtrain.errors import Mistake, nearest
 from packtrain.job.part import is_address, is_name
 
-_COMMENT_COLUMN = 36
+_COMMENT_COLUMN = 35
 _COMMENT = re.compile(r"^( *[^ #\n].*?) +# ", re.MULTILINE)
 # Settings for a natural language, and for the few words of the toy data.
 _LANGUAGE = {"vocabulary": "8000", "duration": "10000 steps", "warmup": "1000 steps", "every": "1000 steps"}
@@ -167,7 +167,7 @@ def _splits(kind: str, request: InitRequest, ask: Ask) -> Splits:
 
 def _aligned(text: str) -> str:
     """Align the comments after fields, whatever was substituted before them."""
-    return _COMMENT.sub(lambda found: f"{found[1]:<{_COMMENT_COLUMN}}# ", text)
+    return _COMMENT.sub(lambda found: f"{found[1]:<{_COMMENT_COLUMN}} # ", text)
 
 
 def template_of(kind: str) -> JobTemplate:
