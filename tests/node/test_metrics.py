@@ -153,7 +153,15 @@ def printed(text: str, generation: int = 1, rank: int | None = 0, moment: float 
     [
         ("iter 10: loss 4.6401, time 231.12ms, mfu 3.21%", 10, {"loss": 4.6401}),
         ("step 250: train loss 1.9, val loss 2.0312", 250, {"train_loss": 1.9, "val_loss": 2.0312}),
+        ("Step 250 | Train Loss: 1.9 | Val Loss: 2.0312", 250, {"train_loss": 1.9, "val_loss": 2.0312}),
+        (
+            "step 3: training loss=1.9 train acc=0.5 val acc=0.4",
+            3,
+            {"train_loss": 1.9, "train_acc": 0.5, "val_acc": 0.4},
+        ),
         ("step=7 loss=4.64 lr=1e-3", 7, {"loss": 4.64, "lr": 0.001}),
+        ("step 7 loss tensor(4.64, device='cuda:0', grad_fn=<MeanBackward0>)", 7, {"loss": 4.64}),
+        ("{'step': 7, 'loss': np.float64(4.64), 'lr': tensor(0.5)}", 7, {"loss": 4.64, "lr": 0.5}),
         ("step:125/1750 val_loss:4.1234 train_time:12ms", 125, {"val_loss": 4.1234}),
         ("{'step': 10, 'loss': 4.64}", 10, {"loss": 4.64}),
         ('{"loss": 4.64, "global_step": 10, "lr": 1e-3}', 10, {"loss": 4.64, "lr": 0.001}),

@@ -59,10 +59,12 @@ _STEP = re.compile(
     re.IGNORECASE,
 )
 _NUMBER = r"([-+]?(?:\d+\.?\d*|\.\d+)(?:e[-+]?\d+)?|nan|[-+]?inf)(?![\w%]|[:/.,]\d)"  # without a unit, and no time
-_NAMED = re.compile(rf"(?<![\w/.-])([A-Za-z][\w/.-]*+)['\"]?\s*[:=]\s*{_NUMBER}", re.IGNORECASE)
-_LOSS = re.compile(
-    rf"(?<![\w/.-])((?:(?:train|training|val|valid|validation|eval|test)[ _/])?loss)\s+{_NUMBER}", re.IGNORECASE
-)
+_SPLIT = "train|training|val|valid|validation|eval|test"
+# A name may be one of two that differ only in the word before: `train loss: 2.1, val loss: 2.4`.
+_NAMED = re.compile(rf"(?<![\w/.-])(?:({_SPLIT})[ ])?([A-Za-z][\w/.-]*+)['\"]?\s*[:=]\s*{_NUMBER}", re.IGNORECASE)
+_LOSS = re.compile(rf"(?<![\w/.-])(?:({_SPLIT})[ _/])?(loss)\s+{_NUMBER}", re.IGNORECASE)
+# What prints of a number that a library wraps: `tensor(2.3, device='cuda:0')`, `np.float64(2.3)`.
+_WRAPPED = re.compile(r"\b(?:tensor|Tensor|Array|np\.float\d+)\(\s*([-+\w.]+)[^()]*\)")
 
 
 @dataclass(frozen=True)
@@ -91,15 +93,20 @@ def parse_printed(line: LogLine) -> Logged | None:
     """Return the numbers of a line such as `iter 10: loss 4.64` or `step=10 loss=4.64 lr=1e-3`, if it has a step."""
     if len(line.text) > _MAX_PRINTED_LENGTH:
         return None
-    text = _COLOR.sub("", line.text)
+    text = _WRAPPED.sub(r"\1", _COLOR.sub("", line.text))
     step = _STEP.search(text)
     if step is None:
         return None
     rest = f"{text[: step.start()]} {text[step.end() :]}"
-    numbers = {name if name.lower() != "loss" else "loss": float(number) for name, number in _NAMED.findall(rest)}
-    losses = {re.sub("[ /]", "_", name.lower()): float(number) for name, number in _LOSS.findall(rest)}
-    values = {**numbers, **losses}
+    found = (*_NAMED.findall(rest), *_LOSS.findall(rest))
+    values = {_name_of(split.lower(), name): float(number) for split, name, number in found}
     return Logged(int(step[1].replace(",", "")), line.time, values) if values else None
+
+
+def _name_of(split: str, name: str) -> str:
+    if split:
+        return f"{'train' if split == 'training' else split}_{name.lower()}"
+    return "loss" if name.lower() == "loss" else name
 
 
 @dataclass
