@@ -422,8 +422,9 @@ class FleetSettings(Part):
         if len(words) > 1:
             problems.append(problem(not_one(FLEETS, len(words))))
         elif words:
+            chosen = settings[words[0]]
             try:
-                given["kind"] = kind_class(FLEETS, words[0]).model_validate(settings[words[0]] or {})
+                given["kind"] = kind_class(FLEETS, words[0]).model_validate({} if chosen is None else chosen)
             except ValidationError as error:
                 problems += problems_of(error, words[0])
         return given

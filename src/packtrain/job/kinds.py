@@ -349,7 +349,7 @@ def read_kind(kinds: Mapping[str, str], base: type[Part]) -> PlainValidator:
         # Settings may be a list, if the kind has a field named after its word: `phases: [...]` sets `phases`.
         listed = isinstance(settings, list) and word in kind.model_fields
         try:
-            return kind.model_validate({word: settings} if listed else settings or {})
+            return kind.model_validate({word: settings} if listed else {} if settings is None else settings)
         except ValidationError as error:
             raise refusal(problems_of(error, *(() if listed else (word,)))) from None
 

@@ -162,7 +162,7 @@ def fitted_defaults(defaults: Mapping[str, Any], given: Mapping[str, Any]) -> Ma
     defaults = expand(defaults)
     try:
         train = TrainSettings.model_validate(defaults["train"])
-        now = Duration.parse(_section(given, "train").get("duration", str(train.duration)))
+        now = Duration.parse(str(_section(given, "train").get("duration", train.duration)))
         every = EvaluateSettings.model_validate(_section(defaults, "evaluate")).every
     except (ValidationError, ValueError, TypeError, KeyError):
         return defaults  # whatever is wrong is reported with its place
@@ -287,7 +287,7 @@ def _fitted(
         if defaults is not None:
             longer = apply_overrides(merge_defaults(written, fitted_defaults(defaults, longer.data)), others)
         job = Job.model_validate(longer.data)
-        now = Duration.parse(document.data["train"]["duration"])
+        now = Duration.parse(str(document.data["train"]["duration"]))
     except (ValidationError, Mistake, ValueError, TypeError, KeyError):
         return document, ()  # whatever is wrong is reported with its place
     if job.recipe is None:
