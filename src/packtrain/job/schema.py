@@ -175,6 +175,8 @@ def _completed(value: Any, is_schema: bool = False) -> Any:
     if "$ref" in value:
         name = value["$ref"].rpartition("/")[2]
         return _ref(_word_within(name) if name in _WITHIN else name)
+    if "patternProperties" in value:  # of a mapping whose keys have a form: there are no others
+        value = {**value, "additionalProperties": False}
     below = {key: _completed(one, is_schema=key != "properties") for key, one in value.items()}
     return {key: one for key, one in below.items() if not (is_schema and key == "title" and isinstance(one, str))}
 

@@ -9,7 +9,7 @@ from collections.abc import Iterable, Iterator, Mapping
 from typing import TYPE_CHECKING, Any
 
 from packtrain.job.kinds import OptimizerKind
-from packtrain.job.part import Boolean, Fraction, Location, NotNegative, Positive
+from packtrain.job.part import Boolean, Fraction, Location, NotNegative, Positive, is_true, rules_in_schema
 from packtrain.run.checkpoint import CorruptCheckpoint
 
 if TYPE_CHECKING:
@@ -25,6 +25,9 @@ _COUNTER = "step"  # the entry of an optimizer's state that is a number and not 
 
 class SgdSettings(OptimizerKind):
     harmless = frozenset({"momentum", "nesterov"})
+    model_config = rules_in_schema(
+        {"if": is_true("nesterov"), "then": {"properties": {"momentum": {"exclusiveMinimum": 0}}}}
+    )
 
     momentum: Fraction = 0.9
     nesterov: Boolean = False

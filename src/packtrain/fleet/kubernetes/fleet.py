@@ -81,6 +81,7 @@ from packtrain.job.part import (
     Part,
     Seconds,
     Variable,
+    in_schema,
     is_set,
     is_true,
     matching,
@@ -102,21 +103,21 @@ def _digits(value: object) -> object:
     return str(value) if isinstance(value, (int, float)) and not isinstance(value, bool) else value
 
 
+def _or_number(pattern: str) -> BeforeValidator:
+    """Also read a plain number; like a text, it must not begin with -."""
+    schema = in_schema(type=["number", "string"], minimum=0, pattern=rf"^(?!-)(?:{pattern})$")
+    return BeforeValidator(_digits, json_schema_input_type=schema)
+
+
 ObjectName = Annotated[str, matching(_DNS, "a name of Kubernetes: a-z, 0-9, - and .")]
 LabelKey = Annotated[str, matching(_KEY, "a label, as in example.com/pool")]
 LabelValue = Annotated[str, matching(r"([A-Za-z0-9]([A-Za-z0-9._-]{0,61}[A-Za-z0-9])?)?", "a label's value")]
 Text = Annotated[str, matching(r"[^\x00-\x1f]{0,4096}", "one line of text")]
 Image = Annotated[str, matching(r"[A-Za-z0-9][A-Za-z0-9._:/@+-]{0,511}", "an image, as in registry.example/train:1")]
-AmountText = Annotated[
-    str,
-    matching(r"[0-9]+(\.[0-9]+)?([kMGTPE]i?|m)?", "an amount, as in 8, 500m or 32Gi"),
-    BeforeValidator(_digits, json_schema_input_type=float | str),
-]
-ValueText = Annotated[
-    str,
-    matching(r"[^\x00-\x1f]{0,4096}", "one line of text"),
-    BeforeValidator(_digits, json_schema_input_type=float | str),
-]
+_AMOUNT = r"[0-9]+(\.[0-9]+)?([kMGTPE]i?|m)?"
+_VALUE = r"[^\x00-\x1f]{0,4096}"
+AmountText = Annotated[str, matching(_AMOUNT, "an amount, as in 8, 500m or 32Gi"), _or_number(_AMOUNT)]
+ValueText = Annotated[str, matching(_VALUE, "one line of text"), _or_number(_VALUE)]
 SecretKey = Annotated[str, matching(rf"{_DNS}/[A-Za-z0-9._-]{{1,253}}", "a secret's key, as in wandb/api-key")]
 PodPath = Annotated[str, matching(r"/[^\x00-\x1f:]{1,1023}", "an absolute path")]
 NfsPath = Annotated[str, matching(r"[A-Za-z0-9.:\[\]-]+:/[^\x00-\x1f]{0,1023}", "server:/path")]
