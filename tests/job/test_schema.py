@@ -62,6 +62,10 @@ RIGHT = [
     ["fleet={ssh: {hosts: [a, b@c:2222], power_off: true}, failures: 0, price: 2}", "budget.dollars=9"],
     ["fleet={aws: {instances: g5.xlarge, region: us-east-1, create_role: true, disk: 200 GB}}"],
     ["fleet={kubernetes: {image: a/b:1, resources: {cpu: 8, memory: 32Gi}, mounts: [{path: /d, claim: x}]}}"],
+    ["fleet={aws: {instances: [g5.xlarge], region: us-east-1, role: a, placement_group: a, zones: [us-east-1a]}}"],
+    ["fleet={aws: {instances: [g5.xlarge], region: us-east-1, role: a, placement_group: a, subnets: [subnet-0a]}}"],
+    ["fleet={ibm: {datacenter: dal10, flavor: B1_2X8X25, os: A, transient: true}}"],
+    ["fleet={slurm: {options: [--nodes-x, --constraint=a]}}"],
     ["fleet={kubernetes: {image: a, resources: {cpu: 0.5, x.y/z: 1}, variables: {A: 1, B: ''}, shared_memory: 1Gi}}"],
     ["fleet={ibm: {datacenter: dal10, cpus: 4, memory: 16 GB, os: UBUNTU_24_64, disks: [100 GB]}}"],
     ["fleet={aws: {instances: g5.xlarge, region: us-east-1, role: a}}", "budget.dollars=9", "store=s3://b/../x"],
@@ -152,6 +156,16 @@ WRONG = [
     "fleet={aws: {instances: g5.xlarge, region: us-east-1, role: a, on_demand: 1}}",
     "fleet={aws: {instances: g5.xlarge, region: us-east-1, role: a, power_off: true}}",
     "fleet={aws: {instances: g5.xlarge, region: us-east-1, role: a, attach: ssh}}",
+    "fleet={aws: {instances: [], region: us-east-1, role: a}}",
+    "fleet={aws: {instances: [g5.xlarge, g5.xlarge], region: us-east-1, role: a}}",
+    "fleet={aws: {instances: g5.xlarge, region: us-east-1, role: a, placement_group: a}}",
+    "fleet={aws: {instances: g5.xlarge, region: eu-north-1, role: a, placement_group: a, subnets: []}}",
+    "fleet={mpi: {hosts: ['a:22']}}", "fleet={slurm: {options: [--nodes=2]}}", "fleet={slurm: {options: [--requeue]}}",
+    "fleet={ibm: {datacenter: dal10, flavor: B1, os: A, power_off: true}}",
+    "fleet={ibm: {datacenter: dal10, flavor: B1, os: A, keep: true, cancel_with: [IBM_USER, IBM_KEY]}}",
+    "fleet={ibm: {datacenter: dal10, flavor: B1, os: A, transient: true, local_disk: true}}",
+    "fleet={ibm: {datacenter: dal10, flavor: AC2_8X60X100, os: A, transient: true}}",
+    "fleet={ibm: {datacenter: dal10, flavor: B1, os: A, transient: true, hourly: false}}",
     "fleet={ibm: {datacenter: dal10, cpus: 4, os: UBUNTU_24_64}}",
     "fleet={ibm: {datacenter: dal10, cpus: 4, memory: 16 GB}}",
     "fleet={ibm: {datacenter: dal10, cpus: 4, memory: 16 GB, os: A, image: b}}",
@@ -207,6 +221,21 @@ def test_a_wrong_job_of_a_program_is_invalid_and_does_not_load(
 ) -> None:
     (tmp_path / "job.yaml").write_text(PROGRAM)
     assert_wrong(tmp_path / "job.yaml", override, schema)
+
+
+@pytest.mark.parametrize(
+    ("recipe", "model"),
+    [
+        ("classify", "{stem: huge}"),
+        ("classify", "{pixels: 8}"),
+        ("caption", "{cell: rnn}"),
+        ("caption", "{encoder: vgg}"),
+    ],
+)
+def test_an_option_that_the_recipe_does_not_know_is_invalid_and_does_not_load(
+    recipe: str, model: str, schema: dict[str, Any]
+) -> None:
+    assert_wrong(EXAMPLES / f"{recipe}.yaml", f"model={model}", schema)
 
 
 @pytest.mark.parametrize("section", ["model: tiny", "train: {seed: 2}", "evaluate: {beam: 2}", "weights: run:a"])

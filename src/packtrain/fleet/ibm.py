@@ -65,6 +65,7 @@ from packtrain.job.part import (
     StorePath,
     Variable,
     is_set,
+    is_true,
     matching,
     must_be,
     rules_in_schema,
@@ -79,6 +80,11 @@ from packtrain.units import BYTES_PATTERN, Duration, Machines, counted, parse_by
 _CANCEL_SECONDS = 45.0  # less than a node waits for the end of its machine
 _LOGIN_SECONDS = 300.0  # for sshd to answer on a server that IBM calls ready
 _GPU_FLAVORS = ("AC1_", "AC2_")
+_TRANSIENT = {
+    "hourly": {"const": True},
+    "local_disk": {"const": False},
+    "flavor": {"not": {"pattern": f"^({'|'.join(_GPU_FLAVORS)})"}},
+}
 _GB = 10**9
 
 # $1: where to mount the second disk, or -. $2: gpu, or -. Prints nothing but its last line.
@@ -153,6 +159,9 @@ class IbmSettings(FleetKind):
     model_config = rules_in_schema(
         {"oneOf": [is_set("flavor"), {"allOf": [is_set("cpus"), is_set("memory")]}]},
         {"oneOf": [is_set("image"), is_set("os")]},
+        {"if": is_true("power_off"), "then": is_set("cancel_with")},
+        {"not": {"allOf": [is_true("keep"), is_set("cancel_with")]}},
+        {"if": is_true("transient"), "then": {"properties": _TRANSIENT}},
     )
 
     datacenter: Word

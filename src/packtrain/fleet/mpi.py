@@ -48,7 +48,7 @@ from packtrain.fleet.local import END_SECONDS, OwnLog, end_processes, find_proce
 from packtrain.fleet.remote import end_with_client
 from packtrain.fleet.ssh import ListedHosts, SshFleet, SshSettings, unavailable
 from packtrain.job import Job
-from packtrain.job.part import Argument, Location
+from packtrain.job.part import Argument, Location, rules_in_schema
 from packtrain.node.preemption import SECONDS_VARIABLE
 from packtrain.run.liveness import LEASE_SECONDS, LeaseWatch
 from packtrain.run.run import Run
@@ -67,6 +67,8 @@ _KEEPALIVE = {"OMPI_MCA_oob_tcp_keepalive_time": "0", "OMPI_MCA_plm_rsh_pass_env
 
 class MpiSettings(ListedHosts):
     """Hosts that `mpirun` reaches; Python has the same path on all of them. `options` go to mpirun as they are."""
+
+    model_config = rules_in_schema({"properties": {"hosts": {"items": {"not": {"pattern": ":"}}}}})
 
     python: Python | None = None
     interface: Word | None = None

@@ -159,7 +159,10 @@ class SlurmSettings(FleetKind):
     python: Python | None = None
     bundle: StorePath | None = None
     interface: Word | None = None
-    options: Annotated[tuple[Argument, ...], Field(json_schema_extra={"items": {"pattern": "^--"}})] = ()
+    options: Annotated[
+        tuple[Argument, ...],
+        Field(json_schema_extra={"items": {"pattern": rf"^(?!({'|'.join(_OWN_OPTIONS)})(=|$))--"}}),
+    ] = ()
 
     def faults(self) -> Iterator[tuple[Location, str]]:
         if self.bundle is not None and self.python is not None:

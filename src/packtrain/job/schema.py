@@ -7,7 +7,7 @@ written in texts, what files hold and what machines have are checked when a job 
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict
 from importlib.resources import files
 from typing import Any, Protocol
@@ -76,6 +76,7 @@ class RecipeFacts(Protocol):
     contents: frozenset[str]
     supports_augment: bool
     sizes: Mapping[str, Any]
+    choices: Mapping[str, Sequence[str]]
 
 
 def job_schema(recipes: Mapping[str, type[RecipeFacts]] | Mapping[str, RecipeFacts]) -> Schema:
@@ -313,6 +314,7 @@ def _model_of(recipe: type[RecipeFacts] | RecipeFacts) -> Schema:
     sizes = {"enum": list(recipe.sizes)}
     options = asdict(next(iter(recipe.sizes.values())))
     properties = {name: _option(name, default) for name, default in options.items()}
+    properties |= {name: {"enum": list(values)} for name, values in recipe.choices.items()}
     made = {"type": "object", "properties": {"size": sizes, **properties}, "additionalProperties": False}
     return {"anyOf": [sizes, made, {"type": "null"}]}
 

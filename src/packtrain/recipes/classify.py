@@ -72,8 +72,11 @@ class ClassifierOptions:
 OPTIONS = {name: ClassifierOptions(shape.width, shape.stem) for name, shape in SIZES.items()}
 
 
+CHOICES = {"stem": ("large", "small"), "pixels": tuple(PIXELS)}
+
+
 def classifier_options(model: ModelSettings) -> ClassifierOptions:
-    return read_options(model, OPTIONS, choices={"stem": ("large", "small"), "pixels": tuple(PIXELS)})
+    return read_options(model, OPTIONS, CHOICES)
 
 
 def _resnet_shape(model: ModelSettings) -> ResNetShape:
@@ -106,6 +109,7 @@ class Classify(ImageRecipe[ImageBatches]):
     decode_options = frozenset()
     supports_augment = True
     sizes = OPTIONS
+    choices = CHOICES
     defaults: ClassVar[Mapping[str, object]] = {
         "data": {},
         "model": "resnet50",

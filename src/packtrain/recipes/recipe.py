@@ -218,6 +218,8 @@ class Recipe(ABC):
     """The inputs of predictions: texts, or images, which are paths of files or their bytes."""
     sizes: ClassVar[Mapping[str, Any]] = {}
     """The named sizes of the model: each is a dataclass of its options. Editors offer them."""
+    choices: ClassVar[Mapping[str, Sequence[str]]] = {}
+    """The values of those options of the model that have only a few."""
     files: ClassVar[Sequence[str]] = ()
     """Options of the model that name files; a run carries them along, and `pack.given_file` opens them."""
     decoding: ClassVar[Decoding] = Decoding()

@@ -83,13 +83,20 @@ def _read_reference(value: object) -> str:
 
 
 InstanceType = Annotated[str, matching(r"[a-z0-9-]+\.[a-z0-9-]+", "an instance type, such as g5.xlarge")]
+_LISTED = Annotated[tuple[InstanceType, ...], Field(min_length=1, json_schema_extra={"uniqueItems": True})]
 InstanceTypes = Annotated[
     tuple[InstanceType, ...],
     BeforeValidator(
-        lambda value: [value] if isinstance(value, str) else value,
-        json_schema_input_type=InstanceType | tuple[InstanceType, ...],
+        lambda value: [value] if isinstance(value, str) else value, json_schema_input_type=InstanceType | _LISTED
     ),
 ]
+_ONE = {"minItems": 1, "maxItems": 1}
+_IN_ONE_ZONE = {
+    "anyOf": [
+        {"required": ["zones"], "properties": {"zones": _ONE}},
+        {"required": ["subnets"], "properties": {"subnets": _ONE, "zones": {"maxItems": 0}}},
+    ]
+}
 Zone = Annotated[str, matching(r"[a-z]{2}(-[a-z0-9]+)+[a-z]", "an availability zone, such as us-east-1a")]
 Subnet = Annotated[str, matching(r"subnet-[0-9a-f]+", "a subnet, such as subnet-0123456789abcdef0")]
 Network = Annotated[str, matching(r"[0-9]{1,3}(\.[0-9]{1,3}){3}/[0-9]{1,2}", "a network, such as 203.0.113.7/32")]
@@ -115,6 +122,7 @@ class AwsSettings(FleetKind):
         {"oneOf": [is_set("role"), is_true("create_role")]},
         {"not": is_true("power_off")},
         {"if": {"required": ["on_demand"], "properties": {"on_demand": {"minimum": 1}}}, "then": is_true("spot")},
+        {"if": is_set("placement_group"), "then": _IN_ONE_ZONE},
         {"if": {"required": ["attach"], "properties": {"attach": {"const": "ssh"}}}, "then": is_set("key")},
     )
 

@@ -95,10 +95,12 @@ SIZES: Mapping[str, CaptionerShape] = {
 }
 
 
+CHOICES = {"encoder": tuple(ENCODERS), "cell": ("gru", "lstm"), "pixels": tuple(PIXELS)}
+
+
 def captioner_shape(model: ModelSettings) -> CaptionerShape:
     """Return the named size with the job's options applied."""
-    choices = {"encoder": tuple(ENCODERS), "cell": ("gru", "lstm"), "pixels": tuple(PIXELS)}
-    shape = read_options(model, SIZES, choices, may_be_zero=("frozen_epochs", "tuned_stages"))
+    shape = read_options(model, SIZES, CHOICES, may_be_zero=("frozen_epochs", "tuned_stages"))
     stages = len(ENCODERS[shape.encoder].depths)
     if shape.tuned_stages > stages:
         raise FieldMistake("model.tuned_stages", f"{shape.encoder} has {stages} stages")
@@ -173,6 +175,7 @@ class Caption(ImageRecipe[CaptionBatches]):
     decode_options = frozenset({"beam", "n_best"})
     decoding = Decoding(beam=5)
     sizes = SIZES
+    choices = CHOICES
     defaults: ClassVar[Mapping[str, object]] = {
         "data": {"vocabulary": 10000},
         "model": "resnet101",
