@@ -37,14 +37,15 @@ _ADVICE: Mapping[Cause, str] = {
 _PORT = re.compile(r"EADDRINUSE|[Aa]ddress already in use")
 _MEMORY = re.compile(
     r"\bMemoryError\b|CUDA out of memory|OutOfMemoryError|[Cc]annot allocate memory|can't allocate memory"
+    r"|RESOURCE_EXHAUSTED: Out of memory|OOM when allocating"  # of JAX and TensorFlow
 )
 _DISK = re.compile(r"No space left on device|Disk quota exceeded")
 _DISK_ERRORS = (errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EIO)
 _KILLED = re.compile(r"exitcode\s*:\s*(-9|137)\b|Signal 9 \(SIGKILL\)")  # 137 is how a shell says it
 # How torch's launcher reports each worker that failed; the first one to fail comes last.
 _BY_SIGNAL = re.compile(r"rank\s*:\s*(\d+) \(local_rank: \d+\)\s*exitcode\s*:\s*-(\d+)")
-# An error as Python, R and other interpreters print it. At the end of a traceback its name does not matter.
-_ERROR = re.compile(r"[A-Za-z_][\w.]*(?:Error|Exception)\b.*|Error(?: in .* )?:.*")
+# An error as Python, R, Julia, Go and others print it. At the end of a traceback its name does not matter.
+_ERROR = re.compile(r"[A-Za-z_][\w.]*(?:Error|Exception)\b.*|(?:Error(?: in .* )?:|ERROR: |panic: ).*")
 _LAST_OF_TRACEBACK = re.compile(r"[^\W\d][\w.<>]*(?::.*)?")
 _TRACEBACK = "Traceback (most recent call last)"
 _BOX = ("╭", "│", "╰")  # that rich draws around a traceback
