@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 from packtrain.errors import Mistake
 from packtrain.job import Job
 from packtrain.job.document import scalar
-from packtrain.job.job import TrainSettings
+from packtrain.job.job import ProgramSettings, TrainSettings
 from packtrain.job.kinds import SCHEDULES
 from packtrain.job.load import LoadedJob, load_job, read_document
 from packtrain.job.secrets import find_secret, has_secret, names_secret
@@ -431,6 +431,20 @@ def test_ordinary_code_has_no_secret(text: str) -> None:
 
 
 # Overrides and defaults.
+
+
+@pytest.mark.parametrize("program", ["[train.py, --lr, '1']", "{command: [train.py, --lr, '1']}"])
+def test_what_a_program_resumes_with_can_be_set_whatever_form_the_file_has(program: str, tmp_path: Path) -> None:
+    (tmp_path / "job.yaml").write_text(f"name: mine\nprogram: {program}\n")
+    overrides = ["program.resume=[--init_from=resume]", "program.command.2='2'"]
+    settings = load_job(tmp_path / "job.yaml", overrides).job.program
+    assert settings == ProgramSettings(command=("train.py", "--lr", "2"), resume=("--init_from=resume",))
+
+
+def test_a_word_of_a_command_alone_can_be_set(tmp_path: Path) -> None:
+    (tmp_path / "job.yaml").write_text("name: mine\nprogram: [train.py, --lr, '1']\n")
+    settings = load_job(tmp_path / "job.yaml", ["program.2='2'"]).job.program
+    assert settings == ProgramSettings(command=("train.py", "--lr", "2"))
 
 
 def test_any_field_can_be_set(directory: Path) -> None:

@@ -78,6 +78,9 @@ def apply_overrides(document: Document, overrides: Sequence[str]) -> Document:
     places = dict(document.places)
     for override in overrides:
         location, node = _read_override(override)
+        match location, data.get("program"):
+            case ("program", str(), *_), list(command):  # not `program.2`, which is a word of a command alone
+                data["program"] = {"command": command}
         _set(data, places, location, node)
         data = expand(data)  # the value may be a short form itself, and the next field one below it
     return replace(document, data=data, places=places)
