@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from packtrain.node.workers import LogShipper
+from packtrain.node.workers import FileTail, LogShipper
 from packtrain.run.records import LogLine
 from packtrain.run.run import Run
 from packtrain.store import Store, open_store
@@ -66,6 +66,18 @@ def test_only_the_last_state_of_a_progress_bar_is_kept(shipping: Shipping) -> No
     assert shipping.texts() == []
     shipping.write(b"\r100%\nwindows\r\n\rgone back\r\n")
     assert shipping.texts() == ["100%", "windows", "gone back"]
+
+
+@pytest.mark.parametrize("end", [b"", b"\r"])
+def test_a_progress_bar_that_never_ends_its_line_takes_no_memory(end: bytes, tmp_path: Path) -> None:
+    log = tmp_path / "stderr.log"
+    tail = FileTail(log, 0, "err")
+    for percent in range(100):
+        with log.open("ab") as file:
+            file.write(b"\r %d%%" % percent + end)
+        assert list(tail.lines(is_complete=False)) == []
+        assert len(tail.rest) < 10
+    assert list(tail.lines(is_complete=True)) == [" 99%"]
 
 
 def test_bytes_that_are_not_text_do_not_stop_the_rest(shipping: Shipping) -> None:

@@ -66,8 +66,9 @@ class FileTail:
         *whole, self.rest = (self.rest + data).split(b"\n")
         if is_complete and self.rest:
             whole, self.rest = [*whole, self.rest], b""
+        # A progress bar rewrites its line: only its last state is kept. It may be days until the line ends.
+        self.rest = self.rest[self.rest.rstrip(b"\r").rfind(b"\r") + 1 :]
         for line in whole:
-            # A progress bar rewrites its line: only its last state is kept.
             yield line.rstrip(b"\r").rpartition(b"\r")[2].decode(errors="replace")[:_MAX_LINE]
 
 
