@@ -368,6 +368,28 @@ def test_a_program_that_starts_from_the_beginning_after_a_restore_is_warned_abou
     assert said == ([] if warned is None else [warned])
 
 
+@pytest.mark.parametrize(
+    ("first", "is_warned"),
+    [
+        ("Epoch [1/5], Step [100/600], Loss: 2.5", True),
+        ("Epoch [4/5], Step [100/600], Loss: 2.5", False),
+        ("{'epoch': 4, 'step': 100, 'loss': 2.5}", False),
+    ],
+)
+def test_steps_that_each_epoch_counts_anew_do_not_say_that_a_program_did_not_resume(
+    directory_store: Store, tmp_path: Path, first: str, is_warned: bool
+) -> None:
+    told = Told()
+    metrics = ProgramMetrics(new_run(directory_store), [tmp_path / "code"], told)
+    metrics.begin(a_generation(1), Control(tmp_path / "before"), lambda: None)
+    metrics.hear(printed("Epoch [3/5], Step [600/600], Loss: 2.6"))
+    metrics.flush(is_complete=True)
+    metrics.begin(a_resumed_generation(2), Control(tmp_path / "after"), lambda: None, a_checkpoint(reached=600))
+    metrics.hear(printed(first, generation=2))
+    metrics.flush(is_complete=True)
+    assert any("did not resume" in text for _, text in told) == is_warned
+
+
 def test_event_files_of_this_generation_are_read_and_those_from_before_are_not(begun: Begun, tmp_path: Path) -> None:
     run, metrics, begin = begun
     with SummaryWriter(str(tmp_path / "code" / "old")) as writer:

@@ -58,6 +58,7 @@ _STEP = re.compile(
     r"(?<![A-Za-z])(?:step|iter|iteration)(?![A-Za-z])['\"\s:=#\[]*(\d{1,3}(?:,\d{3})+|\d{1,15})(?![\w%]|[.:]\d)",
     re.IGNORECASE,
 )
+_EPOCH = re.compile(r"(?<![A-Za-z])epoch(?![A-Za-z])['\"\s:=#\[(]*(\d{1,9})(?!\w)", re.IGNORECASE)
 _NUMBER = r"([-+]?(?:\d+\.?\d*|\.\d+)(?:e[-+]?\d+)?|nan|[-+]?inf)(?![\w%]|[:/.,]\d)"  # without a unit, and no time
 _SPLIT = "train|training|val|valid|validation|eval|test"
 # A name may be one of two that differ only in the word before: `train loss: 2.1, val loss: 2.4`.
@@ -69,11 +70,12 @@ _WRAPPED = re.compile(r"\b(?:tensor|Tensor|Array|np\.float\d+)\(\s*([-+\w.]+)[^(
 
 @dataclass(frozen=True)
 class Logged:
-    """Numbers of one step; None is the step after the last."""
+    """Numbers of one step; None is the step after the last. `epoch` is the one that a printed line names."""
 
     step: int | None
     time: float
     values: dict[str, float]
+    epoch: int = 0
 
 
 def parse_line(line: bytes) -> Logged | None:
@@ -100,7 +102,9 @@ def parse_printed(line: LogLine) -> Logged | None:
     rest = f"{text[: step.start()]} {text[step.end() :]}"
     found = (*_NAMED.findall(rest), *_LOSS.findall(rest))
     values = {_name_of(split.lower(), name): float(number) for split, name, number in found}
-    return Logged(int(step[1].replace(",", "")), line.time, values) if values else None
+    epoch = _EPOCH.search(rest)
+    number = int(step[1].replace(",", ""))
+    return Logged(number, line.time, values, int(epoch[1]) if epoch is not None else 0) if values else None
 
 
 def _name_of(split: str, name: str) -> str:
@@ -152,7 +156,8 @@ class NumberTable:
             self.last_step = step
         if logged.step is not None and logged.values:
             self.reached = max(step, self.reached or 0)
-            self._compare(step, logged.values)
+            if logged.epoch <= 1:  # of a later one, the steps may be counted anew in each
+                self._compare(step, logged.values)
         if kept:
             now = logged.time if 0 <= logged.time <= _MAX_TIME else time.time()  # also if it is not a number
             name = max(kept, key=self._weight)
