@@ -399,6 +399,18 @@ def test_names_that_only_resemble_secrets_are_accepted() -> None:
         ("neptune.init(api_token='" + "eyJhcGlfYWRkcmVzcyI6Im" * 3 + "9'", "a key or token next to its name"),
         ('{"client_secret": "' + "GOC5PX-aB3dE5fG7hJ9kL1" + '"}', "a key or token next to its name"),
         ("DB_PASSWORD=" + "k7Qz-93xYw_Lp2vN", "a key or token next to its name"),
+        ("PGPASSWORD=" + "k7Qz-93xYw_Lp2vN", "a key or token next to its name"),
+        ("export KAGGLE_KEY=" + "0a1b2c3d" * 4, "a key or token next to its name"),
+        ("python train.py --wandb-api-key " + "0a1b2c3d4e" * 4, "a key or token next to its name"),
+        ('add("--api-key", type=str, default="' + "0a1b2c3d4e" * 4 + '")', "a key or token next to its name"),
+        ("- name: WANDB_API_KEY\n  value: " + "0a1b2c3d4e" * 4, "a key or token next to its name"),
+        ('{"name": "API_TOKEN", "value": "' + "0a1b2c3d4e" * 4 + '"}', "a key or token next to its name"),
+        ('api_key: str | None = "' + "0a1b2c3d4e" * 4 + '"', "a key or token next to its name"),
+        ('os.environ.get("API_KEY") or "' + "0a1b2c3d4e" * 4 + '"', "a key or token next to its name"),
+        ("WANDB_API_KEY ?= " + "0a1b2c3d4e" * 4, "a key or token next to its name"),
+        ("<password>" + "k7Qz-93xYw_Lp2vN" + "</password>", "a key or token next to its name"),
+        ('os.environ["AWS_SESSION_TOKEN"] = "' + "IQoJb3JpZ2luX2Vj+/1a" * 18 + '"', "a key or token next to its name"),
+        ("AWS_SECURITY_TOKEN=" + "IQoJb3JpZ2luX2Vj1aBc" * 18, "an AWS session token"),
     ],
 )
 def test_a_secret_in_code_is_named(text: str, kind: str) -> None:
@@ -423,6 +435,8 @@ def test_a_secret_in_code_is_named(text: str, kind: str) -> None:
         "a = AddedToken(token, normalized=False, special=True)", 'body["ai21labs_api_key"] = self.ai21labs_api_key\n',
         'env=["HF_TOKEN", "TOKENIZERS_PARALLELISM=false"]', '{"id": 3, "key": "d41d8cd98f00b204e9800998ecf8427e"}',
         "https://host/data.zip?alt=media&token=46d5e637-3411-4188-bc44-5809b5bfb5f4 ", "eos_token = tokenizer.special_tokens_2",
+        "the password 46d5e63734114188bc44 is only an example", 'cache_key: str = "d41d8cd98f00b204e9800998ecf8427e"',
+        'add("--token", type=str, default="end_of_text_token_50256")', "- name: CACHE_KEY\n  value: d41d8cd98f00b204e9800998",
         'aws = {"SessionToken": "' + "AQoEXAMPLEH4aoAH0gNCAPyJxz4BlCFFxWNE1OPTgk5T" * 3 + '"}',
     ],
 )  # fmt: skip

@@ -241,16 +241,21 @@ KEY_FILES = (
     "robomongo.json", "logins.json", "key4.db", "login.keychain-db", ".password-store/team.gpg", "database.yml",
     "wp-config.php", "master.key", "heroku.json", "kube_config", "kube-config.yml", "my.cnf", "netrc",
     ".gitcredentials", "cookies.txt", "cookies.sqlite", "pw.txt", ".modal.toml", "azureauth.json",
-    "hf-token", "hftoken.txt",
+    "hf-token", "hftoken.txt", "gcp-key.json", "gcloud_key.json", "team-kubeconfig.yml", "kube.config", "krb5cc_1000",
+    "ssh_host_rsa_key", "ansible_vault_pass.txt", ".netrc.bak", ".env-prod", ".env~", ".dev.vars", ".bashrc",
+    ".profile", ".gitconfig", "pip.ini", "clearml.conf", "huggingface_token", "app-firebase-adminsdk-x.json",
+    "openrc.sh", "clouds.yaml", ".smbcredentials", "youtube_cookies.txt", "github-recovery-codes.txt", ".mcp.json",
+    ".runpod/config.toml",
 )  # fmt: skip
 NAMED_AFTER_KEYS = (
     "credentials", "credentials.json", "credentials.toml", "aws_credentials.csv", "secrets.yaml", "secrets.json",
     "my-secrets.ini", "token", "token.json", "github_token.txt", "wandb_token", "slack-token.txt",
     "tokens/token.bin", "my_token.txt", "jwt_token", "api_key.txt", "apikeys.yaml", "openai-key.txt",
-    "gcp-key.json", "sa-key.json", "gcp_sa_key.json", "ssh_key", "deploy.key.txt", "access_keys.csv", "private_key",
+    "my-gcp-key.json", "gcp_sa_key.json", "ssh_key", "deploy.key.txt", "access_keys.csv", "private_key",
     "private-key.der", "password.txt", "passwords.csv", "passwd", "db_password.conf", "auth.json",
-    "oauth_creds.json", "wandb_key", "google-api-key.json", "signing_key.bin", "azure_key",
-    "anthropic_key", "bot_token.txt",
+    "my_creds.json", "wandb_key", "google-api-key.json", "signing_key.bin", "azure_key",
+    "anthropic_key", "bot_token.txt", "mistral_key.txt", "runpod_key", ".token", "key.json", "github_pat.txt",
+    "slack_webhook.txt", "smbcredentials", "privkey", "hmac_key", "sudo_pass", "sops-key.txt", "adc.json",
 )  # fmt: skip
 
 
@@ -263,13 +268,14 @@ def test_files_that_may_hold_keys_are_left_out(tmp_path: Path, repository: Path,
     assert kept(directory, tmp_path / "back").keys() == {"train.py"}
 
 
-def test_files_named_after_keys_are_left_out_unless_git_tracks_them(tmp_path: Path, repository: Path) -> None:
+def test_files_named_after_keys_are_left_out_unless_the_command_names_them(tmp_path: Path, repository: Path) -> None:
     for directory in (repository, tmp_path / "plain"):
         write_files(directory, {"train.py": b"", **dict.fromkeys(NAMED_AFTER_KEYS, b"CANARY")})
     assert kept(repository, tmp_path / "new").keys() == {"train.py"}  # nothing is added yet
     assert kept(tmp_path / "plain", tmp_path / "back").keys() == {"train.py"}
     subprocess.run(["git", "-C", repository, "add", "-f", "."], check=True)
-    assert kept(repository, tmp_path / "tracked").keys() == {"train.py", *NAMED_AFTER_KEYS}
+    assert kept(repository, tmp_path / "tracked").keys() == {"train.py"}
+    assert snapshot(repository, NAMED_AFTER_KEYS).sizes.keys() == {"train.py", *NAMED_AFTER_KEYS}
 
 
 @pytest.mark.usefixtures("processes")
@@ -281,7 +287,7 @@ def test_code_and_data_of_real_projects_are_not_taken_for_keys(tmp_path: Path) -
         "api-key.png", "hub.py", "hf_tokenizer.py", "kubeconfig.py", "vault_pass.sh", "keyboard.py", "secrets_test.py",
         "key_value.yaml", ".env.example", "credentials.json.sample", "next_token.json", "bos_token.txt",
         "token_ids.json", "token_counts.csv", "per_token_loss.csv", "data/en-sa.json", "user_keys.csv",
-        "serviceaccount-v1.json",
+        "serviceaccount-v1.json", "keys.txt", "ppocr_keys_v1.txt", "mistral_tokens.bin", "profile.json", "passes.csv",
     )  # fmt: skip
     write_files(tmp_path / "code", dict.fromkeys(names, b""))
     assert kept(tmp_path / "code", tmp_path / "back").keys() == set(names)

@@ -17,60 +17,73 @@ _ADVICE = {  # by field of the job
 _REFERENCES = ("secrets", "store_secret", "pull_secrets")  # in `fleet`: names of what a cloud or cluster keeps
 
 KEY_FOLDERS = {
-    ".ssh", ".aws", ".azure", ".bluemix", ".databricks", ".docker", ".gcloud", ".gnupg", ".huggingface", ".irssi",
-    ".kaggle", ".kube", ".oci", ".password-store", ".purple", ".terraform", ".terraform.d", ".vault",
+    ".aliyun", ".aws", ".azure", ".bluemix", ".databricks", ".docker", ".doctl", ".fly", ".gcloud", ".gnupg",
+    ".huggingface", ".irssi", ".kaggle", ".kube", ".lambda_cloud", ".m2", ".mc", ".ngc", ".oci", ".paperspace",
+    ".password-store", ".purple", ".runpod", ".snowflake", ".snowsql", ".ssh", ".terraform", ".terraform.d", ".vault",
 }  # fmt: skip
 """Folders in which tools keep keys."""
 # Files in which tools keep keys, in lower case. Sources: the signatures of gitrob and shhgit, and the places that the
 # documentation of the tools names.
 _KEY_FILES = (
     # environments and shells
-    ".env", ".env.*", "*.env", "env.local", ".envrc", ".exports", ".extra", ".*_history", ".*history",
-    ".*sh_profile",
+    ".env", ".env[._~-]*", ".env~", "*.env", "env.local", ".envrc", ".dev.vars", ".exports", ".extra", ".*_history",
+    ".*history", ".*sh_profile", ".profile", ".*shrc",
     # keys and where they are kept
     "*.pem", "*.key", "*.p8", "*.p12", "*.pkcs12", "*.pfx", "*.ppk", "*.asc", "*.gpg", "*.pgp", "*.age", "*.jks",
     "*.jceks", "*.bks", "*.keystore", "*.keychain", "*.kwallet", "*.agilekeychain", "*.kdb", "*.kdbx", "*.psafe3",
     "*.bek", "*.fve", "*.tpm", "*.keytab", "*.ovpn", "*.tblk", "*.rdp", "*.mobileprovision", "*.pcap", "*.cscfg",
-    "*.publishsettings", "*[._-]rsa", "*[._-]dsa", "*[._-]ecdsa", "*[._-]ed25519", "id_rsa*", "id_dsa*",
-    "id_ecdsa*", "id_ed25519*", "keyring", "keystore", "otr.private_key", "wg[0-9].conf", "*.wgconf",
+    "*.publishsettings", "*[._-]rsa", "*[._-]dsa", "*[._-]ecdsa", "*[._-]ed25519", "*_rsa_key", "*_dsa_key",
+    "*_ecdsa_key", "*_ed25519_key", "id_rsa*", "id_dsa*", "id_ecdsa*", "id_ed25519*", "krb5cc_*", "keyring", "keystore",
+    "otr.private_key", "wg[0-9].conf", "*.wgconf", "wireguard*.conf",
     # passwords and logins
-    ".netrc", "_netrc", "netrc", "*.netrc", ".authinfo*", ".pgpass", "pgpass.conf", ".my.cnf", "my.cnf",
+    ".netrc*", "_netrc", "netrc", "*.netrc", ".authinfo*", ".pgpass", "pgpass.conf", ".my.cnf", "my.cnf",
     ".mylogin.cnf", ".mongorc.js", ".htpasswd", "*.htpasswd", "htpasswd", "shadow", "proftpdpasswd", ".vault_pass*",
-    ".vault-pass*", "vault_pass*", "*.vault_pass", ".dbshell", "dbeaver-data-sources.xml", ".ftpconfig",
+    ".vault-pass*", "vault_pass*", "*[._]vault_pass*", ".dbshell", "dbeaver-data-sources.xml", ".ftpconfig",
     "filezilla.xml", "recentservers.xml", "sitemanager.xml", "sftp.json", "sftp-config.json", ".remote-sync.json",
-    "webservers.xml", ".muttrc", ".msmtprc", ".esmtprc", ".fetchmailrc", "robomongo.json", "logins.json",
-    "key[34].db", "keys.db", "login.keychain*", "cookies", "cookies.txt", "cookies.sqlite", "pass.txt", "pw.txt",
+    "webservers.xml", ".muttrc", ".msmtprc", ".esmtprc", ".fetchmailrc", "robomongo.json", "logins.json", "key[34].db",
+    "keys.db", "login.keychain*", "cookies", "cookies.txt", "*_cookies.txt", "cookies.sqlite", "pass.txt", "pw.txt",
+    "pwd.txt", "ventrilo_srv.ini", "*recovery-codes*", "bitwarden_export*", "lastpass_export*", "1password_export*",
+    ".*credentials",
     # clouds and clusters
-    "kubeconfig*", "*.kubeconfig", ".kubeconfig", ".dockercfg", ".dockerconfigjson", "docker-config.json",
-    "kube[_-]config*", "*.tfstate", "*.tfstate.*", "*.tfvars", "*.tfvars.json", ".terraformrc", "terraform.rc",
-    "credentials.tfrc.json", ".boto", ".s3cfg", ".passwd-s3fs", "passwd-s3fs", "rclone.conf", ".rclone.conf", ".mc",
-    "application_default_credentials.json", "service-account*.json", "service_account*.json", "serviceaccount.json",
-    "serviceaccountkey*.json", "*-service-account.json", "client_secret*.json", "azureauth.json", ".bluemix",
-    "apikey.json", "ibmcloud*.json", ".softlayer", ".databrickscfg", ".snowsql", ".trc", ".tugboat",
-    "accesskeys.csv", "accesskeys*.csv", "*_accesskeys.csv", "rootkey.csv", "credentials.csv",
-    "new_user_credentials.csv", ".vault-token", ".vault_token", "vault.yml", "vault.yaml", "master.key", ".ngc",
+    "kubeconfig*", "*[._-]kubeconfig", "*[._-]kubeconfig.y*ml", ".kubeconfig", ".dockercfg", ".dockerconfigjson",
+    "docker-config.json", "kube[._-]config*", "*.tfstate", "*.tfstate.*", "*.tfvars", "*.tfvars.json", ".terraformrc",
+    "terraform.rc", "credentials.tfrc.json", ".boto", ".s3cfg", "s3cfg", ".ossutilconfig", ".obsutilconfig",
+    ".cos.conf", ".linode-cli", "clouds.yaml", "secure.yaml", "openrc.sh", "admin-openrc.sh", "keystonerc*",
+    ".passwd-s3fs", "passwd-s3fs", "rclone.conf", ".rclone.conf", ".mc", "application_default_credentials.json",
+    "service-account*.json", "service_account*.json", "serviceaccount.json", "serviceaccountkey*.json",
+    "*-service-account.json", "*firebase-adminsdk*.json", "gcp[_-]key*.json", "gcloud[_-]key*.json", "gcs[_-]key*.json",
+    "sa[_-]key*.json", "client_secret*.json", "azureauth.json", ".bluemix", "apikey.json", "ibmcloud*.json",
+    ".softlayer", ".databrickscfg", ".snowsql", ".trc", ".tugboat", "accesskeys.csv", "accesskeys*.csv",
+    "*_accesskeys.csv", "rootkey.csv", "credentials.csv", "new_user_credentials.csv", ".vault-token", ".vault_token",
+    "vault.yml", "vault.yaml", "master.key", ".ngc",
     # registries, hosts of code, tools of the trade
-    ".npmrc", ".yarnrc", ".yarnrc.yml", ".pypirc", "pip.conf", ".condarc", ".gem", ".git-credentials",
-    ".gitcredentials", ".gitcookies", ".hgrc", ".netlify", "hub", ".wandbrc", ".comet.config", ".neptune*",
-    "kaggle.json", ".kaggle.json", "hf[_-]token*", "hftoken*", ".hf_token*", ".huggingface_token", ".modal.toml",
-    "stored_tokens", ".openai*", ".anthropic*", ".cohere*", ".replicate*", ".mlflow-credentials", "heroku.json",
-    ".circleci.yml", "nuget.config", "gradle.properties", "settings-security.xml", "database.yml", "database.yaml",
-    "secret_token.rb", "knife.rb", "localsettings.php", "wp-config.php", "omniauth.rb", "carrierwave.rb",
-    "salesforce.js", "mongoid.yml", "appsettings.*.json", ".streamlit-secrets.toml",
+    ".npmrc", ".yarnrc", ".yarnrc.yml", ".pypirc", "pip.conf", "pip.ini", ".condarc", ".gem", ".git-credentials",
+    ".gitcredentials", ".gitconfig", ".gitcookies", ".hgrc", ".netlify", "hub", ".wandbrc", ".comet.config",
+    ".neptune*", "kaggle.json", ".kaggle.json", "hf[_-]token*", "hftoken*", "hf.token", ".hf_token*",
+    ".huggingface_token", "huggingface[_-]token*", "clearml.conf", ".clearml.conf", "lambda_keys", ".claude.json",
+    ".mcp.json", "mcp.json", "oauth_creds.json", "jupyter_notebook_config.json", ".modal.toml", "stored_tokens",
+    ".openai*", ".anthropic*", ".cohere*", ".replicate*", ".mlflow-credentials", "heroku.json", ".circleci.yml",
+    "nuget.config", "gradle.properties", "settings-security.xml", "database.yml", "database.yaml", "secret_token.rb",
+    "knife.rb", "localsettings.php", "wp-config.php", "omniauth.rb", "carrierwave.rb", "salesforce.js", "mongoid.yml",
+    "appsettings.*.json", ".streamlit-secrets.toml",
 )  # fmt: skip
 # Copies of such files with the keys taken out, to be filled in.
 _TEMPLATES = (".example", ".sample", ".template", ".dist", ".tmpl")
 # What a `key` or `token` is for; both are words of many other names: sort_key, next_token.
 _GIVES_ACCESS = (
-    "account|anthropic|api|aws|azure|bearer|bot|comet|deploy|discord|gcp|gh|git|github|gitlab|google|hf|hub|huggingface|login"
-    "|mlflow|neptune|ngc|npm|oauth|openai|pypi|refresh|sas|security|service|session|sign(ing)?|slack|telegram|vault|wandb"
+    "account|anthropic|api|aws|azure|bearer|bot|comet|deploy|discord|gcp|gh|git|github|gitlab|google|hf|hub|huggingface"
+    "|kaggle|login|mlflow|neptune|ngc|npm|oauth|openai|pypi|refresh|sas|security|service|session|sign(ing)?|slack"
+    "|tailscale|telegram|vault|wandb"
 )
+_HAS_KEYS = "claude|cohere|gemini|groq|lambda|mistral|nvidia|roboflow|runpod|vast(ai)?"  # mistral_tokens.bin is data
 # Words in the name of a file that is no source code: it has keys.
 _KEY_WORDS = re.compile(
     r"(^|_)(api_?keys?|auth|creds?|credentials?|keytab|passphrase|passwd|passwords?|private_?key|secrets?)(_|$)"
-    r"|^token(_(txt|json|ya?ml|toml|ini|conf|bin|db))?$"
-    rf"|(^|_)({_GIVES_ACCESS}|access|app|auth|csrf|encryption|gcloud|host|jwt|my|personal|prod|root|sa|server|ssh|ssl"
-    r"|storage|tls)_?(key|token)s?(_|$)"
+    r"|^_?token(_(txt|json|ya?ml|toml|ini|conf|bin|db))?$|^key_?(file_)?(txt|json|ya?ml|toml|ini|cfg|conf)$"
+    r"|^(adc|gcloud|gcp|sa)(_sa)?_json$|(^|_)(smb)?credentials?(_|$)"
+    rf"|(^|_)({_GIVES_ACCESS}|access|age|app|auth|csrf|encryption|gcloud|gcs|hmac|host|jwt|my|personal|priv|private|prod"
+    r"|root|s3|sa|secret|server|sops|ssh|ssl|storage|sudo|tls)_?(key|pass|pat|token|webhook)s?(_|$)"
+    rf"|(^|_)({_HAS_KEYS})_?keys?(_|$)"
 )
 _SOURCE = (
     ".py", ".pyi", ".pyx", ".pxd", ".ipynb", ".sh", ".bash", ".zsh", ".fish", ".r", ".rmd", ".jl", ".c", ".cc",
@@ -147,7 +160,7 @@ _FORMS = {
         r"(?![A-Za-z0-9/+]{30}EXAMPLEKEY)[A-Za-z0-9/+]{40}(?![A-Za-z0-9/+=])",
     ),
     "an AWS session token": (
-        ("ession", "ESSION"),
+        ("ession", "ESSION", "ecurity", "ECURITY"),
         r"(?i:aws_?(?:session|security)_?token|(?<![a-z])session_?token)[\"']?\s*[:=]\s*[\"']?"
         r"(?![A-Za-z0-9/+]{0,99}EXAMPLE)[A-Za-z0-9/+]{100}",
     ),
@@ -219,10 +232,14 @@ _FORMS = {
 # A value from a generator beside its name, as in a file of variables: `WANDB_API_KEY=...`, `"api_key": "..."`. The end
 # of the name comes first: a search for whole names takes twenty times as long.
 _ASSIGNED = re.compile(
-    r"(?P<name>ey|EY|oken|OKEN|ecret|ECRET|ass(?:w(?:or)?d)?|ASS(?:W(?:OR)?D)?)"
-    r"(?:[\"']?\]?\s{0,3}(?:=>?|:)\s{0,3}|[\"'],\s{0,3}(?=[\"'])|(?<=[A-Z])[ \t]{1,3})"
-    r"(?P<open>[\"']?)(?P<value>[A-Za-z0-9+/_.~-]{16,200})={0,2}(?P<end>[\"'`;,&|}\s]|$)"
+    r"(?P<name>ey|EY|oken|OKEN|ecret|ECRET|ass(?:w(?:or)?d)?|ASS(?:W(?:OR)?D)?|wd|WD)"
+    r"(?P<between>[\"']?\]?(?:\s?:\s?[A-Za-z][\w.|\[\] ]{0,30}?)?\s{0,3}(?:=>|(?::{1,3}|[?.])?=|:|>)\s{0,3}"
+    r"|[\"'],\s{0,3}(?:\w{1,9}=[\w.]{1,20},\s{0,3}){0,3}(?:default=)?(?=[\"'])"  # of an option of a parser
+    r"|[\"']?,?\s{1,40}[\"']?value[\"']?:\s{0,3}"  # `- name: ...` and `value: ...` of a variable of a container
+    r"|[\"']\)\s{0,3}or\s{0,3}(?=[\"'])|[ \t]{1,3})"
+    r"(?P<open>[\"'`]?)(?P<value>[A-Za-z0-9+/_.~-]{16,2000})={0,2}(?P<end>[\"'`;,&|}<\s]|$)"
 )
+_OPTION_BEFORE = re.compile(r"(?<!\S)[\"']?--?[\w.-]*$")
 _NAME_BEFORE = re.compile(r"[\w.-]*$")
 # With the name of what encloses it: `wandb.login(key=...)`, and `key: ...` below `wandb:`.
 _NAMES_BEFORE = re.compile(r"(?:[\w.-]+[\"']?(?:\(|\[|:\s+|:?\s?\{)[\"'\s]*)?[\w.-]*$")
@@ -243,7 +260,11 @@ _SECRET_ARGUMENT = re.compile(
     r"(^|_)(secret|passw(or)?d|passphrase|credentials?|api_?key|access_?key|private_?key)(_key)?$"
     rf"|^(token|bearer|authorization)$|(^|_)(auth|access|{_GIVES_ACCESS})_?(token|key)$"
 )
-_TOKEN = re.compile("(^|_)token$")
+# More names, for values that look random.
+_SECRET_VARIABLE = re.compile(
+    r"(^|_)(token|pass|pwd)$|passw(or)?d$"
+    rf"|(^|_)({_HAS_KEYS}|app|application|encryption|fernet|license|master|ssh|storage|subscription)_key$"
+)
 # Looser than the forms above: a job has no reason to contain anything like them.
 _SECRET_VALUE = re.compile(
     r"(?<![A-Z0-9])(AKIA|ASIA)[A-Z0-9]{16}(?![A-Z0-9])"
@@ -318,13 +339,16 @@ def _assigns_secret(text: str, assigned: re.Match[str]) -> bool:
     if assigned["open"] not in ("", assigned["end"]) or not _looks_random(assigned["value"]):
         return False
     before = text[max(0, assigned.start() - _MAX_NAME) : assigned.start()]
+    # With a blank alone only after a variable (`ENV API_KEY ...`) or an option (`--api-key ...`), not in a sentence.
+    if not assigned["between"].strip() and not assigned["name"].isupper() and not _OPTION_BEFORE.search(before):
+        return False
     for names in (_NAME_BEFORE, _NAMES_BEFORE):
         beginning = names.search(before)
         assert beginning is not None  # it may be empty
         if before[: beginning.start()].endswith(("?", "&")):  # of a URL, whose forms are above
             return False
         name = _words(beginning[0] + assigned["name"]).strip("_")
-        if _SECRET_ARGUMENT.search(name) or (names is _NAME_BEFORE and _TOKEN.search(name)):
+        if _SECRET_ARGUMENT.search(name) or (names is _NAME_BEFORE and _SECRET_VARIABLE.search(name)):
             return True
     return False
 

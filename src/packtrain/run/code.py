@@ -242,10 +242,11 @@ def _candidates(directory: Path, paths: Sequence[str]) -> tuple[list[str], dict[
             if why:
                 what = f"{folder}/"
                 break
-        is_chosen = name in in_git or any(place in named for place in (name, *parents))
-        why = why or _why_no_file(directory / name, is_chosen)
+        is_named = any(place in named for place in (name, *parents))
+        why = why or _why_no_file(directory / name, is_named)
         # Nothing is added yet in a new repository, and in a folder that somebody's repository does not know.
-        if not why and tracked and not (is_chosen or is_source(path.name) or path.name in (IGNORE, GITIGNORE)):
+        is_code = is_source(path.name) or path.name in (IGNORE, GITIGNORE)
+        if not why and tracked and not (name in in_git or is_named or is_code):
             why = _UNTRACKED
         if why in (_KEYS, _UNTRACKED) and _matches(name, exceptions.taken):
             why, what = "", name
@@ -275,10 +276,10 @@ def _why_no_folder(path: Path, is_tracked: bool) -> str:
     return "hidden, not tracked by git" if path.name.startswith(".") and not is_tracked else ""
 
 
-def _why_no_file(path: Path, is_chosen: bool) -> str:
+def _why_no_file(path: Path, is_named: bool) -> str:
     if path.name == IDENTITY:
         return _NOT_CODE
-    if keeps_keys(path.name) or (not is_chosen and suggests_keys(path.name)):
+    if keeps_keys(path.name) or (not is_named and suggests_keys(path.name)):
         return _KEYS
     if path.is_symlink():
         return "a link"
