@@ -47,14 +47,21 @@ def test_other_machines_need_a_token_which_is_not_in_the_unit(needs_systemd: Non
     assert "packtrain-mine.service:" not in analyzed(["verify", "--man=no"], tmp_path, text)
 
 
-def test_names_are_words_to_systemd_whatever_is_in_them(tmp_path: Path) -> None:
+def test_names_are_words_to_systemd_whatever_is_in_them(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("packtrain.export.unit._HIDDEN", (tmp_path,))
     odd = write_model(tmp_path / 'a "b" $HOME 100%n')
     with pytest.raises(Mistake, match="--name"):
         unit(UnitRequest(odd), PROGRAM)
     text = unit(UnitRequest(odd, name="odd"), PROGRAM)
     assert f'serve "{tmp_path}/a \\"b\\" $$HOME 100%%n" --host' in text
     [line] = [line for line in text.splitlines() if line.startswith("#   packtrain unit ")]
-    assert shlex.split(line.removeprefix("#"))[2:4] == [str(odd), "|"], "as a person copies it into a shell"
+    words = shlex.split(line.removeprefix("#"))
+    assert words[2:6] == [str(odd), "--name", "odd", "|"], "as a person copies it into a shell"
+    assert f'BindReadOnlyPaths="{tmp_path}/a \\"b\\" $HOME 100%%n"' in text, "only commands have variables"
+    shared = unit(UnitRequest(odd, "odd", "::", 9000, tmp_path / "my token"), PROGRAM)
+    [line] = [line for line in shared.splitlines() if line.startswith("#   packtrain unit ")]
+    options = ["--host", "::", "--port", "9000", "--token-file", str(tmp_path / "my token")]
+    assert shlex.split(line.removeprefix("#"))[5:-4] == options, "the command prints the same unit"
     with pytest.raises(Mistake, match="must be an address"):
         unit(UnitRequest(write_model(tmp_path / "mine"), host="board; reboot"), PROGRAM)
 

@@ -7,7 +7,7 @@ import re
 import shlex
 import shutil
 import sys
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from pathlib import Path
 
 from packtrain.errors import Mistake, printable, quoted
@@ -20,7 +20,7 @@ _HIDDEN = (Path("/home"), Path("/root"), Path("/run/user"), Path("/tmp"), Path("
 # MemoryDenyWriteExecute is absent on purpose: runtimes compile their inner loops for the processor while they run.
 _UNIT = """\
 # The model of {run}. To install it:
-#   packtrain unit {model} | sudo tee /etc/systemd/system/packtrain-{name}.service
+#   {again} | sudo tee /etc/systemd/system/packtrain-{name}.service
 #   sudo systemctl daemon-reload && sudo systemctl enable --now packtrain-{name}
 [Unit]
 Description=Packtrain: the model {name}
@@ -97,13 +97,24 @@ def unit(request: UnitRequest, program: Path | None = None) -> str:
     hidden = [place for place in places if any(place.is_relative_to(one) for one in _HIDDEN)]
     return _UNIT.format(
         run=printable(model.manifest.origin.run),
-        model=shlex.quote(str(folder)),
+        again=shlex.join(_again(request, folder)),
         name=name,
         command=command,
         credential=credential,
-        mounts="".join(f"BindReadOnlyPaths={_word(str(place))}\n" for place in hidden),
+        mounts="".join(f"BindReadOnlyPaths={_mounted(str(place))}\n" for place in hidden),
         network="IPAddressDeny=any\nIPAddressAllow=localhost\n" if is_loopback else "",
     )
+
+
+def _again(request: UnitRequest, folder: Path) -> list[str]:
+    """Return the command that prints the same unit."""
+    words = ["packtrain", "unit", str(folder)]
+    for field in fields(UnitRequest):
+        value = getattr(request, field.name)
+        if field.name != "model" and value != field.default:
+            path = expanded(value).absolute() if isinstance(value, Path) else value
+            words += [f"--{field.name.replace('_', '-')}", str(path)]
+    return words
 
 
 def _is_loopback(host: str) -> bool:
@@ -131,3 +142,9 @@ def _word(text: str) -> str:
     """Return a word as systemd reads it."""
     escaped = _specifiers(text).replace("\\", "\\\\").replace('"', '\\"').replace("$", "$$")
     return escaped if re.fullmatch(r"[\w@%+=:,./$-]+", escaped) else f'"{escaped}"'
+
+
+def _mounted(text: str) -> str:
+    """Return a path as systemd reads it where it is no part of a command: twice, and without variables."""
+    escaped = re.sub(r"[\\\"':]", r"\\\g<0>", _specifiers(text))
+    return escaped if re.fullmatch(r"[\w@%+=,./$-]+", escaped) else f'"{escaped}"'
