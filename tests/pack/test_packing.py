@@ -288,6 +288,14 @@ def test_a_missing_source_is_named(directory_store: Store, tmp_path: Path) -> No
     assert objects(directory_store) == {}
 
 
+def test_a_pipe_in_place_of_a_source_does_not_block(directory_store: Store, tmp_path: Path) -> None:
+    job = job_of(tmp_path)
+    (tmp_path / "valid.tsv").unlink()
+    os.mkfifo(tmp_path / "valid.tsv")
+    with pytest.raises(Mistake, match=r"data.valid.0: .*valid\.tsv: is not a regular file"):
+        quietly(job, directory_store)
+
+
 def digest_of(data: DataSettings) -> str:
     return digest(settings_of(data, "pairs"))
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import json
 import os
+import stat
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -193,6 +194,8 @@ def _content_of(place: str, field: str) -> str:
         if path.is_dir():
             return _listing_digest(path)
         status = path.stat()
+        if not stat.S_ISREG(status.st_mode):  # opening a pipe could block, and a device may never end
+            raise FieldMistake(field, f"{path}: is not a regular file")
         content = f"{status.st_size}-{status.st_mtime_ns}" if status.st_size > _HASHED_BYTES else sha256_of(path)
         return f"{content}#{member}" if member else content
     except OSError as error:
