@@ -324,13 +324,14 @@ def test_a_secret_in_an_override_is_refused_too(directory: Path, field: str, tol
         "http://host:8080/x", "0123456789abcdef0123456789abcdef01234567", "--password=$PASSWORD", "task-" + "a" * 30,
         "--password-file=x", "https://host/a@b", "train.en", "--sort-key=length", "Bearer $TOKEN", "bearer of news",
         "--s3-key=raw/train.tar", "--key image", "--key=columns.text2", "-p 10", "-p 0.5", "--pass 2", "-p float16", "-p a/b2c3d4",
+        "train.py -p bf16-mixed", "train.py --key epoch_10_loss", "train.py --first-pass=10",
     ],
 )  # fmt: skip
 def test_strings_that_are_no_secrets_are_accepted(text: str) -> None:
     assert not has_secret(text)
 
 
-@pytest.mark.parametrize("option", ["--key", "--pass", "-p", "--password", "--api-key"])
+@pytest.mark.parametrize("option", ["--key", "--pass", "-p", "--password", "--api-key", "--db-pass", "--license-key"])
 def test_a_password_after_a_short_option_is_refused(directory: Path, option: str) -> None:
     assert has_secret(f"train.py {option} hunter2hunter")
     assert has_secret(f"train.py {option}=hunter2!")

@@ -260,10 +260,11 @@ _SECRET_ARGUMENT = re.compile(
     r"(^|_)(secret|passw(or)?d|passphrase|credentials?|api_?key|access_?key|private_?key)(_key)?$"
     rf"|^(token|bearer|authorization)$|(^|_)(auth|access|{_GIVES_ACCESS})_?(token|key)$"
 )
+_OPENS = "app|application|encryption|fernet|license|master|ssh|storage|subscription"
 # More names, for values that look random.
 _SECRET_VARIABLE = re.compile(
     r"(^|_)(token|pass|pwd)$|passw(or)?d$"
-    rf"|(^|_)({_HAS_KEYS}|app|application|encryption|fernet|license|master|ssh|storage|subscription)_key$"
+    rf"|(^|_)({_HAS_KEYS}|{_OPENS})_key$"
 )
 # Looser than the forms above: a job has no reason to contain anything like them.
 _SECRET_VALUE = re.compile(
@@ -284,7 +285,7 @@ _SECRET_VALUE = re.compile(
 _AWS_SECRET = re.compile(r"(?<![A-Za-z0-9/+])[A-Za-z0-9/+]{40}(?![A-Za-z0-9/+=])")
 _AWS_WORD = re.compile(r"aws|amazon|secret|access.?key", re.IGNORECASE)
 # Their values decide: `--key image` names a column, `-p 10` a number of steps.
-_MAYBE_SECRET_ARGUMENT = re.compile("key|pass|p|pw|pwd|auth")
+_MAYBE_SECRET_ARGUMENT = re.compile(rf"p|auth|key|(.*_)?(({_HAS_KEYS}|{_OPENS})_key|pass|pw|pwd)")
 _OPTION_WITH_VALUE = re.compile(r"(?<![\w.-])--?([A-Za-z][\w.-]*)(?:=|\s+)([^\s$=-]\S*)")
 _VARIABLE_WITH_VALUE = re.compile(r"(?<![\w-])([A-Za-z_]\w*)=([^\s$]\S*)")
 _OPTION = re.compile(r"--?([A-Za-z][\w.-]*)")
@@ -418,7 +419,7 @@ def _gives_secret(name: str, value: str) -> bool:
         return False
     # A password has digits or marks among its letters; a path, a word with a number or a time has not.
     text = value.strip("\"'")
-    is_word = re.fullmatch(r"[A-Za-z_-]+[0-9]{0,3}", text) and words not in ("pass", "pw", "pwd")
-    return (
-        not is_word and re.fullmatch(r"(?=.*[A-Za-z])(?=.*[0-9!@#%^&*+~?])[^\s/.:,=()\[\]{}<>]{6,}", text) is not None
-    )
+    is_words = all(re.fullmatch("[A-Za-z]*[0-9]{0,3}", part) for part in re.split("[_-]", text))
+    if is_words and not words.endswith(("pass", "pw", "pwd")):
+        return False
+    return re.fullmatch(r"(?=.*[A-Za-z])(?=.*[0-9!@#%^&*+~?])[^\s/.:,=()\[\]{}<>]{6,}", text) is not None
