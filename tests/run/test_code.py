@@ -245,7 +245,7 @@ KEY_FILES = (
     "ssh_host_rsa_key", "ansible_vault_pass.txt", ".netrc.bak", ".env-prod", ".env~", ".dev.vars", ".bashrc",
     ".profile", ".gitconfig", "pip.ini", "clearml.conf", "huggingface_token", "app-firebase-adminsdk-x.json",
     "openrc.sh", "clouds.yaml", ".smbcredentials", "youtube_cookies.txt", "github-recovery-codes.txt", ".mcp.json",
-    ".runpod/config.toml",
+    ".lambda_cloud/lambda_keys",
 )  # fmt: skip
 NAMED_AFTER_KEYS = (
     "credentials", "credentials.json", "credentials.toml", "aws_credentials.csv", "secrets.yaml", "secrets.json",

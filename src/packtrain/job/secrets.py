@@ -17,9 +17,9 @@ _ADVICE = {  # by field of the job
 _REFERENCES = ("secrets", "store_secret", "pull_secrets")  # in `fleet`: names of what a cloud or cluster keeps
 
 KEY_FOLDERS = {
-    ".aliyun", ".aws", ".azure", ".bluemix", ".databricks", ".docker", ".doctl", ".fly", ".gcloud", ".gnupg",
-    ".huggingface", ".irssi", ".kaggle", ".kube", ".lambda_cloud", ".m2", ".mc", ".ngc", ".oci", ".paperspace",
-    ".password-store", ".purple", ".runpod", ".snowflake", ".snowsql", ".ssh", ".terraform", ".terraform.d", ".vault",
+    ".aliyun", ".aws", ".azure", ".bluemix", ".databricks", ".docker", ".doctl", ".gcloud", ".gnupg", ".huggingface",
+    ".irssi", ".kaggle", ".kube", ".lambda_cloud", ".m2", ".mc", ".ngc", ".oci", ".paperspace", ".password-store",
+    ".purple", ".snowflake", ".snowsql", ".ssh", ".terraform", ".terraform.d", ".vault",
 }  # fmt: skip
 """Folders in which tools keep keys."""
 # Files in which tools keep keys, in lower case. Sources: the signatures of gitrob and shhgit, and the places that the
