@@ -299,6 +299,22 @@ def test_a_damaged_record_in_the_store_does_not_end_the_workers(machine: Machine
 
 
 @pytest.mark.usefixtures("processes")
+def test_a_machine_leaves_in_order_although_a_record_in_the_store_is_damaged(machine: Machine) -> None:
+    """A look ends at the record, before it comes to the notice."""
+    run = machine.run_of(WORK)
+    node = machine.start(run, PACKTRAIN_NOTICE_SECONDS="5")
+    until(lambda: machine.working(0), "the worker")
+    run.store.put(run.key("stop.json"), b"{")
+    until(lambda: "damaged" in machine.log, "the node to complain")
+    node.send_signal(signal.SIGTERM)
+    assert machine.exit_code(node) == EXIT_UNFINISHED
+    assert "and the store does not answer" not in machine.log
+    assert committed_files(run, machine.directory / "back")["last"] == b"words"
+    assert [node.left for node in run.leases()] == [True]
+    assert machine.processes() == []
+
+
+@pytest.mark.usefixtures("processes")
 def test_a_stop_request_is_answered_even_by_a_preempted_machine(machine: Machine) -> None:
     """The person who asked for the stop waits for the result."""
     run = machine.run_of(WORK)

@@ -188,7 +188,9 @@ class Node:
                 except (DamagedRecord, OSError) as error:
                     retry.failed(error)
                     self._patience.set(STORE_HOURS * 3600.0)  # it answers
-                self._pause(retry.seconds)
+                    self._leave_without_store()  # but a look may not come to the notice
+                # Once the machine has to leave, time is short, and the workers may end at any moment.
+                self._pause(retry.seconds if self.preemption.notice is None else min(retry.seconds, IDLE_SECONDS))
         finally:
             if self._slot is not None:
                 self._slot.close()  # first: a client that resumes the run now needs another node here
@@ -423,7 +425,7 @@ class Node:
             self._request_stop(group, WorkerStop(cause, leaving.reason, self._clock(), grace))
 
     def _leave_without_store(self) -> None:
-        """Heed a preemption notice although the store is away: the workers have their grace, and nothing else waits."""
+        """Heed a preemption notice although looks fail: the workers have their grace, and nothing else waits."""
         notice, group = self.preemption.notice, self.group
         if notice is None:
             return
@@ -433,7 +435,8 @@ class Node:
         self._stop_workers(group, Leaving("preemption", notice.reason))
         assert group.stop is not None
         # What a program has left is still to be committed, should the store come back in time.
-        waits = self._job.program is not None and group.is_first
+        is_committed = group.closing is not None and group.closing.is_done
+        waits = self._job.program is not None and group.is_first and not is_committed
         in_time = self._clock() - group.stop.at <= group.stop.grace_seconds
         if group.launch.poll() is not None and not (waits and in_time):
             self._end_without_store(notice.reason)
