@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 
 from packtrain.store import StoreError, open_store
+from packtrain.store import mounts as mounts_module
 from packtrain.store.mounts import missing_mount, remember_mount
 from parts.mounts import Mounts
 from parts.runs import write_files
@@ -81,7 +82,7 @@ def test_a_system_that_does_not_say_what_is_mounted_misses_nothing(tmp_path: Pat
         ("", []),
         (mount("/home"), []),
         (mount("/data"), ["/data"]),
-        (mount("/data") + mount("/data/my\\040disk", "tmpfs"), []),
+        (mount("/data") + mount("/data/my\\040disk", "tmpfs"), ["/data/my disk"]),
         (mount("/data") + mount("/data/my\\040disk"), ["/data/my disk"]),
     ],
 )
@@ -98,6 +99,20 @@ def test_the_innermost_mount_of_a_path_is_remembered_once(
     memory = tmp_path / "packtrain" / f"mounts-{socket.gethostname()}"
     assert missing_mount(place, tmp_path, table) == next(((Path(point), memory) for point in remembered), None)
     assert (memory.read_text().count("\n") if memory.exists() else 0) == len(remembered)
+
+
+def test_a_tmpfs_is_missed_until_the_next_start_of_the_machine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """After that it would be empty anyway, and may have been mounted for once."""
+    monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path))
+    table = tmp_path / "mountinfo"
+    table.write_text(ROOT + mount("/ram", "tmpfs") + mount("/tmp", "tmpfs"))
+    for place in ("/ram/store", "/tmp/store"):
+        remember_mount(Path(place), table)
+    table.write_text(ROOT)
+    assert missing_mount(Path("/ram/store"), tmp_path, table) is not None
+    assert missing_mount(Path("/tmp/store"), tmp_path, table) is None, "a sandbox may have its own"
+    monkeypatch.setattr(mounts_module, "machine_id", lambda: "after-the-start")
+    assert missing_mount(Path("/ram/store"), tmp_path, table) is None
 
 
 def test_no_store_is_created_where_one_was_on_a_mount_that_is_missing(mounts: Mounts) -> None:

@@ -1,7 +1,8 @@
 """Mount points that have nothing mounted, although the system or an earlier use of a store there says they should.
 
 The system names them in fstab, in units of systemd and for autofs. What a person has mounted by hand is in no table: it
-is remembered when a store is created or opened there.
+is remembered when a store is created or opened there; a tmpfs, which is empty afterwards, until the next start of the
+machine.
 """
 
 from __future__ import annotations
@@ -14,13 +15,14 @@ from contextlib import suppress
 from pathlib import Path
 
 from packtrain.errors import Mistake
-from packtrain.system import state_directory
+from packtrain.system import machine_id, state_directory
 
 _MOUNTED = Path("/proc/self/mountinfo")  # Linux only
 _OCTAL = re.compile(r"\\([0-7]{3})")  # how tables of mounts write a space
 _ESCAPED = re.compile(r"[\s\\]")
 _WHERE = re.compile(r"^Where\s*=\s*(/.*?)\s*$", re.MULTILINE)
-_FOR_A_WHILE = "tmpfs"  # keeps nothing: a store below its mount point is no worse without it
+_FOR_A_WHILE = "tmpfs"  # keeps nothing: after a start of the machine, a store below its mount point is no worse off
+_SCRATCH = ("/tmp", "/var/tmp", "/dev/shm")  # noqa: S108 - sandboxes of one machine have their own
 
 
 def missing_mount(path: Path, configuration: Path = Path("/etc"), mounted: Path = _MOUNTED) -> tuple[Path, Path] | None:
@@ -40,10 +42,15 @@ def remember_mount(path: Path, mounted: Path = _MOUNTED) -> None:
     place = Path(os.path.realpath(path))
     above = [(line[4], _kind(line)) for line in _table(mounted) if place.is_relative_to(line[4])]
     innermost, kind = max(above, key=lambda mount: len(mount[0]), default=("/", ""))
-    if innermost == "/" or kind == _FOR_A_WHILE or innermost in (point for point, _ in _remembered()):
+    if innermost == "/" or innermost in (point for point, _ in _remembered()):
         return
+    line = [_ESCAPED.sub(lambda found: f"\\{ord(found[0]):03o}", innermost)]
+    if kind == _FOR_A_WHILE:
+        if innermost in _SCRATCH:
+            return
+        line.append(machine_id())  # another one after the next start
     with suppress(Mistake, OSError), _memory().open("a", encoding="utf-8") as file:  # a home may be read-only
-        file.write(_ESCAPED.sub(lambda found: f"\\{ord(found[0]):03o}", innermost) + "\n")
+        file.write(" ".join(line) + "\n")
 
 
 def _memory() -> Path:
@@ -53,7 +60,7 @@ def _memory() -> Path:
 
 def _remembered() -> list[tuple[str, Path]]:
     with suppress(Mistake):
-        return [(point, _memory()) for point, *_ in _table(_memory())]
+        return [(point, _memory()) for point, *machines in _table(_memory()) if machines in ([], [machine_id()])]
     return []
 
 
