@@ -13,7 +13,7 @@ from packtrain.report.cost import Cost
 from packtrain.report.finding import Finding, Rows
 from packtrain.run.checkpoint import Checkpoint, StoredFile
 from packtrain.run.records import Event, Forecast, Point, TimeSpent
-from parts.runs import a_lease, program_job
+from parts.runs import a_lease, program_job, recipe_job
 from report.made import evidence_of, generation_of, steps_of, telemetry_of, trained
 
 PLAN = Forecast(
@@ -166,6 +166,29 @@ def test_a_run_whose_duration_was_changed_is_compared_without_its_length(planned
     assert found.evidence[-1] == said
     same = evidence_of(steps_of(), forecast=replace(plan, duration="10 steps"), summary={"cost": cost})
     assert [row.what for row in compared(same)] == ["time of a step", "whole run", "cost"]
+
+
+def test_a_fork_which_trains_only_the_rest_is_compared_without_its_length() -> None:
+    parent = {
+        "run": "job-0",
+        "store": "./store",
+        "step": 8,
+        "checkpoint": f"{8:09d}-000001-{0:012x}",
+        "sha256": "0" * 64,
+    }
+    plan, cost = replace(PLAN, dollars=3.0), Cost(0.5, 0.0, None, None)
+    fork = recipe_job(parent={**parent, "takes": "everything"})
+    evidence = evidence_of(steps_of(), fork, forecast=plan, summary={"cost": cost, "seconds": 8.0})
+    assert [row.what for row in compared(evidence)] == ["time of a step"]
+    found = forecast(evidence)
+    assert found is not None
+    said = (
+        "It was for 10 steps from the beginning; the run started at step 8, so total time and cost cannot be compared."
+    )
+    assert found.evidence[-1] == said
+    from_its_weights = recipe_job(parent={**parent, "takes": "weights"})
+    whole = compared(evidence_of(steps_of(), from_its_weights, forecast=plan, summary={"cost": cost}))
+    assert [row.what for row in whole] == ["time of a step", "whole run", "cost"]
 
 
 def test_a_plan_that_the_store_has_for_a_program_is_no_error() -> None:

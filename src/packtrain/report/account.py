@@ -160,7 +160,7 @@ def compared(evidence: Evidence) -> list[ExpectedAndSeen]:
         for one in sample.telemetry.workers
     ]
     size = sum(file.bytes for file in evidence.checkpoints[-1].files) if evidence.checkpoints else 0
-    ended = summary.state == "finished" and not _other_duration(evidence)
+    ended = summary.state == "finished" and not _other_length(evidence)
 
     def short(seconds: float) -> str:
         return f"{seconds * 1000:.0f} ms" if seconds < 1 else show_seconds(seconds)
@@ -184,12 +184,16 @@ def compared(evidence: Evidence) -> list[ExpectedAndSeen]:
     ]  # fmt: skip
 
 
-def _other_duration(evidence: Evidence) -> str:
-    """Return the duration that the plan was for, if the run has another one by now."""
-    if evidence.forecast is None or evidence.job.recipe is None:  # a program's job has no duration
+def _other_length(evidence: Evidence) -> str:
+    """Return why the run was not as long as the plan that was made for it, if that is so."""
+    plan, job = evidence.forecast, evidence.job
+    if plan is None or not plan.duration or job.recipe is None:  # a program's job has no duration
         return ""
-    planned = evidence.forecast.duration
-    return "" if planned == str(evidence.job.train.duration) else planned
+    if plan.duration != str(job.train.duration):
+        return f"It was for {plan.duration}; the run is now set to {job.train.duration}"
+    if job.parent is not None and job.parent.takes == "everything" and job.parent.step:
+        return f"It was for {plan.duration} from the beginning; the run started at step {job.parent.step:,}"
+    return ""
 
 
 def forecast(evidence: Evidence) -> Finding | None:
@@ -218,9 +222,8 @@ def forecast(evidence: Evidence) -> Finding | None:
     )
     source = f"Predicted from {evidence.forecast.source}, with {evidence.forecast.limit} as the limit of a step."
     facts = [source]
-    if planned := _other_duration(evidence):
-        now = evidence.job.train.duration
-        facts.append(f"It was for {planned}; the run is now set to {now}, so total time and cost cannot be compared.")
+    if why := _other_length(evidence):
+        facts.append(f"{why}, so total time and cost cannot be compared.")
     return Finding(
         key, "run", question, answer, "good" if verdict == "good" else "note", tuple(facts), (table,),
         {f"{row.what} off": row.off for row in rows},
