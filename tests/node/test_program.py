@@ -8,10 +8,11 @@ from pathlib import Path
 
 import pytest
 
+from packtrain.errors import Mistake
 from packtrain.job.job import CheckpointSettings
 from packtrain.node.metrics import ProgramMetrics
 from packtrain.node.program import ProgramCheckpoints, resume_arguments
-from packtrain.run.checkpoint import Superseded, committed, fetch
+from packtrain.run.checkpoint import Superseded, commit, committed, fetch
 from packtrain.run.run import Run
 from packtrain.store import Store
 from parts.runs import a_generation, new_run, program_job, read_files, write_files
@@ -70,6 +71,27 @@ def test_a_restore_that_a_newer_generation_has_overtaken_changes_nothing(
     with pytest.raises(Superseded, match="generation 3 has started; not restoring for 2"):
         keeping.restore(2, is_first=True)
     assert read_files(tmp_path / "ckpt") == {"of generation 3": b"x"}
+
+
+def test_a_fork_without_its_copy_of_the_checkpoint_does_not_start_from_scratch(
+    directory_store: Store, tmp_path: Path
+) -> None:
+    """Its client may have been killed before it was there."""
+    parent = {
+        "run": "job-0",
+        "store": "./store",
+        "step": 8,
+        "checkpoint": f"{8:09d}-000001-{0:012x}",
+        "sha256": "0" * 64,
+    }
+    run = new_run(directory_store, program_job(parent={**parent, "takes": "everything"}))
+    keeping = checkpoints(run, tmp_path / "ckpt")
+    with pytest.raises(Mistake, match="starts from job-0 at step 8, as a fork, but has no copy"):
+        keeping.restore(1, is_first=True)
+    write_files(tmp_path / "copy", {"a": b"1"})
+    commit(run, 8, 0, None, {"a": tmp_path / "copy/a"})
+    keeping.restore(1, is_first=True)
+    assert read_files(tmp_path / "ckpt") == {"a": b"1"}
 
 
 def test_files_that_the_program_deleted_stay_deleted(directory_store: Store, tmp_path: Path) -> None:

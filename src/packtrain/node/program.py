@@ -17,6 +17,7 @@ from collections.abc import Callable, Iterable
 from contextlib import suppress
 from pathlib import Path
 
+from packtrain.errors import Mistake
 from packtrain.job.job import CheckpointSettings
 from packtrain.node.metrics import ProgramMetrics
 from packtrain.node.workspace import Fingerprint, Workspace, fingerprint
@@ -69,6 +70,8 @@ class ProgramCheckpoints:
         self._committed = fingerprint(self._directory)
         self.resume = ()
         if self.restored is None:
+            if (parent := self._run.job.parent) is not None:  # its client was killed before it had copied this
+                raise Mistake(f"{self._run.name} starts from {parent.in_words}, but has no copy of it; create it again")
             return
         program = self._run.job.program
         words = program.resume if program is not None else ()
