@@ -217,13 +217,16 @@ def test_16_bit_gray_becomes_8_bit(kind: str) -> None:
     assert difference(shown, quarters().convert("L")) < 3
 
 
-def png_of(values: np.ndarray, kind: int, transparent: bytes = b"") -> bytes:
-    """A PNG of 16 bits: of kind 0, gray, 2, RGB, or 4, gray with transparency."""
+def png_of(values: np.ndarray, kind: int, transparent: bytes = b"", bits: int = 16) -> bytes:
+    """A PNG of kind 0, gray, 2, RGB, or 4, gray with transparency."""
     height, width = values.shape[:2]
-    rows = b"".join(b"\0" + row.astype(">u2").tobytes() for row in values)
+    rows = b""
+    for row in values.astype(">u2"):
+        last_bits = np.unpackbits(row.view(np.uint8)).reshape(-1, 16)[:, 16 - bits :]
+        rows += b"\0" + np.packbits(last_bits).tobytes()
     png = b"\x89PNG\r\n\x1a\n"
     for name, body in [
-        (b"IHDR", struct.pack(">IIBBBBB", width, height, 16, kind, 0, 0, 0)),
+        (b"IHDR", struct.pack(">IIBBBBB", width, height, bits, kind, 0, 0, 0)),
         *([(b"tRNS", transparent)] if transparent else []),
         (b"IDAT", zlib.compress(rows)),
         (b"IEND", b""),
@@ -260,6 +263,15 @@ def half_gray() -> np.ndarray:
 def test_transparent_pixels_of_16_bit_gray_become_white(data: bytes) -> None:
     shown = np.asarray(picture_of(data).convert("L"))
     assert abs(float(shown[:20].mean()) - 0x80) < 2
+    assert shown[28:].mean() > 253
+
+
+@pytest.mark.parametrize("bits", [1, 2, 4, 8])
+def test_one_transparent_value_of_gray_becomes_white(bits: int) -> None:
+    values = np.zeros((48, 64), np.uint16)
+    values[24:] = 1
+    shown = np.asarray(picture_of(png_of(values, 0, b"\0\1", bits)).convert("L"))
+    assert shown[:20].mean() < 2
     assert shown[28:].mean() > 253
 
 

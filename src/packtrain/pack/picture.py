@@ -54,6 +54,7 @@ _TEXTS = (b"zTXt", b"iTXt")
 _EXIF = b"Exif\0\0"
 _MAX_EXIF = 1000  # parts in one file, which Pillow adds to each other; one of 65 kB is the rule
 _SUBSAMPLINGS = {0: "4:4:4", 1: "4:2:2", 2: "4:2:0"}
+_STEPS = {"L;2": 85, "L;4": 17}  # from value to value of gray PNGs with 2 and 4 bits
 _ORIENTATION = 0x0112
 _UPRIGHT = {
     2: Image.Transpose.FLIP_LEFT_RIGHT,
@@ -260,10 +261,13 @@ def _decoded_jpeg(data: bytes, image: Image.Image) -> Image.Image | None:
 
 def _flat(image: Image.Image) -> Image.Image:
     """Return the image as 8-bit L or RGB."""
-    is_deep = isinstance(image, PngImageFile) and [tile[3] for tile in image.tile] == ["RGB;16B"]
+    stored_as = image.tile[0][3] if isinstance(image, PngImageFile) and image.tile else None
     image.load()
-    if is_deep and "transparency" in image.info:  # one color of a PNG, which Pillow leaves at 16 bits
-        image.info["transparency"] = tuple(value >> 8 for value in image.info["transparency"])
+    if "transparency" in image.info:  # one color of a PNG: Pillow brings pixels to 8 bits, but not this
+        if stored_as == "RGB;16B":
+            image.info["transparency"] = tuple(value >> 8 for value in image.info["transparency"])
+        elif stored_as in _STEPS:
+            image.info["transparency"] *= _STEPS[stored_as]
     if image.mode.startswith("I;16"):
         values = np.asarray(image)
         gray = (values >> 8).astype(np.uint8)
