@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import re
 import struct
 import threading
 import warnings
@@ -359,6 +360,22 @@ def test_an_unusable_file_is_dropped_with_a_reason(data: bytes, reason: str) -> 
 def test_a_jpeg_without_its_end_marker_keeps_all_pixels(mode: str, progressive: bool, missing: int) -> None:
     data = saved(PHOTO.convert(mode), "JPEG", quality=90, progressive=progressive)
     assert to_tiled(data[:-missing]).jpeg == to_tiled(data).jpeg
+
+
+@pytest.mark.parametrize("mode", ["L", "RGB", "CMYK"])
+def test_a_progressive_jpeg_that_ends_between_two_scans_is_dropped(mode: str) -> None:
+    data = saved(PHOTO.convert(mode), "JPEG", quality=90, progressive=True)
+    starts = [match.start() for match in re.finditer(rb"\xff\xda", data)]
+    ends = [data.index(b"\xff\xc4", start) for start in starts[:-1] if b"\xff\xc4" in data[start:]]
+    assert len(ends) > 3
+    for end in (*starts[1:], *ends):
+        assert reason_for(data[:end]) == "cut off"
+
+
+@pytest.mark.parametrize("filling", [b"\0", b"Error 503, try again later. "])
+def test_a_truncated_jpeg_that_is_filled_up_is_dropped(filling: bytes) -> None:
+    data = saved(PHOTO, "JPEG", quality=95)
+    assert reason_for(data[: len(data) // 2] + filling * 10_000) == "cut off"
 
 
 @pytest.mark.parametrize("kept", [20, 160, 300, 640, 1500, len(JPEG) - 8, len(JPEG) - 4])

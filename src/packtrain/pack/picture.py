@@ -34,7 +34,18 @@ from PIL.JpegImagePlugin import JpegImageFile, get_sampling
 from PIL.PngImagePlugin import MAX_TEXT_CHUNK, MAX_TEXT_MEMORY, PngImageFile
 from PIL.TiffImagePlugin import TiffImageFile
 
-from packtrain.pack.tiles import MAX_SIDE, BadTiles, Coding, Tiled, called_rgb, encode, read_frame, with_size
+from packtrain.pack.tiles import (
+    MAX_SIDE,
+    BadTiles,
+    Coding,
+    Tiled,
+    called_rgb,
+    encode,
+    has_all_scans,
+    read_frame,
+    scan_end,
+    with_size,
+)
 
 # Pillow's memory for pixels is kept from image to image: to get new memory of the system for each takes a quarter of
 # the time that a photograph takes.
@@ -87,11 +98,11 @@ def to_copies(data: bytes, short_sides: Sequence[int | None]) -> list[Tiled]:
         # Everything that decodes is inside, because Pillow decodes lazily and damage shows only then.
         try:
             coding = _coding(image)
-            if isinstance(image, JpegImageFile) and not data.endswith(_END):
-                data += _END  # some writers leave it out; missing pixels are still noticed
+            lacks_end = isinstance(image, JpegImageFile) and _lacks_end(data)
+            data += _END if lacks_end else b""
             whole = _in_whole_blocks(data, image, coding)
             is_reduced = [side is not None and side < min(image.size) for side in short_sides]
-            pixels = whole if whole and not any(is_reduced) else _decoded_jpeg(data, image) or _flat(image)
+            pixels = whole if whole and not any(is_reduced) else _decoded_jpeg(data, image, lacks_end) or _flat(image)
             turn = _UPRIGHT.get(_orientation(image))
         except UnusableImage:
             raise
@@ -241,7 +252,20 @@ def _pixels(jpeg: bytes, mode: str) -> Image.Image:
     return Image.fromarray(simplejpeg.decode_jpeg(jpeg))
 
 
-def _decoded_jpeg(data: bytes, image: Image.Image) -> Image.Image | None:
+def _lacks_end(jpeg: bytes) -> bool:
+    """True if a JPEG lacks only its end marker, as some cameras write it; raise UnusableImage if it lacks more."""
+    try:
+        if jpeg.endswith(_END) or jpeg.find(_END, scan_end(jpeg)) >= 0:
+            return False
+        # A decoder takes zeros, with which a download that stopped may be filled up, for pixels.
+        if jpeg.endswith(b"\0\0") or not has_all_scans(jpeg):
+            raise UnusableImage("cut off")
+    except BadTiles:  # the decoder says whether the end is missing
+        return False
+    return True
+
+
+def _decoded_jpeg(data: bytes, image: Image.Image, lacked_end: bool) -> Image.Image | None:
     """Return the pixels of a JPEG, or None if only Pillow can decode it.
 
     Pillow is the second choice: it silently fills a truncated image with gray.
@@ -252,7 +276,8 @@ def _decoded_jpeg(data: bytes, image: Image.Image) -> Image.Image | None:
         return _pixels(data, image.mode)
     except ValueError as error:
         fault = str(error)
-    if "premature end" in fault.lower():
+    is_longer = lacked_end and "extraneous" in fault  # what follows the pixels is in place of others
+    if "premature end" in fault.lower() or is_longer:
         raise UnusableImage("cut off")
     if "Corrupt" in fault and "extraneous" not in fault:  # extra bytes are harmless and common
         raise UnusableImage("damaged")

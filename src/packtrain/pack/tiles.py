@@ -32,6 +32,8 @@ _NARROWEST_TILE = 32  # pixels
 _FIRST_RESTART, _EOI, _SOS, _DRI, _TEMPORARY = 0xD0, 0xD9, 0xDA, 0xDD, 0x01
 _METADATA = {*range(0xE0, 0xF0), 0xFE}
 _COLORS_ARE_RGB = b"\xff\xee\0\x0eAdobe\0\x64\0\0\0\0\0"
+_START_OF_SCAN = bytes([0xFF, _SOS])
+_COEFFICIENTS = 64  # of a block
 _SEQUENTIAL = (0xC0, 0xC1)
 _STARTS_OF_FRAME = {*range(0xC0, 0xD0)} - {0xC4, 0xC8, 0xCC}
 _STAND_ALONE = {*range(0xD0, 0xDA), _TEMPORARY}
@@ -149,6 +151,26 @@ def read_frame(jpeg: bytes | bytearray | memoryview) -> Frame:
     if not (height and width):
         raise BadTiles("the JPEG has no pixels")
     return Frame(width, height, *mcu, size, end, interval)
+
+
+def scan_end(jpeg: bytes) -> int:
+    """Return where the header of the first scan ends: from there, the mark of a marker is one."""
+    return list(_header(jpeg))[-1][2]
+
+
+def has_all_scans(jpeg: bytes) -> bool:
+    """True unless coefficients are missing, or their last bits: a decoder shows such a JPEG, but less sharp."""
+    parts = list(_header(jpeg))
+    components = next((jpeg[at + 9] for kind, at, _ in parts if kind in _STARTS_OF_FRAME), 0)
+    complete: set[tuple[int, int]] = set()
+    at = parts[-1][1]
+    while at >= 0:
+        end = at + 2 + int.from_bytes(jpeg[at + 2 : at + 4], "big")
+        scan = jpeg[at + 4 : end]  # number of components, each with its tables, first and last coefficient, bits
+        if len(scan) >= 4 and not scan[-1] & 15:
+            complete |= {(component, number) for component in scan[1:-3:2] for number in range(scan[-3], scan[-2] + 1)}
+        at = jpeg.find(_START_OF_SCAN, end)
+    return len(complete) == components * _COEFFICIENTS
 
 
 # Headers of the same size and quality are the same bytes, and reading one takes as long as splicing.
