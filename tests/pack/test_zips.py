@@ -106,8 +106,9 @@ def test_names_that_only_spell_their_accents_differently_are_the_same(tmp_path: 
     [
         (0, "train\\cat\\a.jpg", ["train/cat/a.jpg"]),
         (10, "train\\cat\\", []),
+        (3, "train\\cat\\a.jpg", ["train/cat/a.jpg"]),
         (0, "train/a\\b.jpg", ["train/a\\b.jpg"]),
-        (3, "a\\b.jpg", ["a\\b.jpg"]),
+        (3, "train/a\\b.jpg", ["train/a\\b.jpg"]),
     ],
 )
 def test_backslashes_of_windows_separate_folders(tmp_path: Path, system: int, name: str, expected: list[str]) -> None:

@@ -59,14 +59,13 @@ _PROGRAMS = (b"MZ", b"\x7fELF", b"#!")
 _ZIP_START, _ZIP_EMPTY = b"PK\x03\x04", b"PK\x05\x06"
 _ZIP_ENTRY_START, _ZIP64_END_START, _ZIP64_PLACE_START = b"PK\x01\x02", b"PK\x06\x06", b"PK\x06\x07"
 _ZIP_HEADER = struct.Struct("<4s22xHH")  # before a member's data: signature, lengths of name and extra field
-_ZIP_ENTRY = struct.Struct("<4sxB2xHH4x3L3H4xLL")  # of the directory
+_ZIP_ENTRY = struct.Struct("<4s4xHH4x3L3H4xLL")  # of the directory
 _ZIP_END = struct.Struct("<4s8xLL2x")  # after the directory: its length and offset
 _ZIP64_END = struct.Struct("<4s36xQQ4s16x")  # before that in a large zip: the same again, and the place of this record
 _ZIP_COMMENT_BYTES = 0xFFFF
 _ZIP64 = 0xFFFFFFFF  # instead of a number that is in an extra field
 _ZIP64_EXTRA, _UNICODE_NAME_EXTRA = 0x0001, 0x7075  # kinds of extra fields
 _UNICODE_NAME = struct.Struct("<xL")  # before the name in such a field: the checksum of the name that it replaces
-_ZIP_DOS = {0, 6, 10, 14}  # systems of DOS, OS/2 and Windows
 _ZIP_ENCRYPTED, _ZIP_UTF8 = 0x1, 0x800  # flags
 _ZIP_STORED, _ZIP_DEFLATED = 0, 8
 
@@ -549,16 +548,14 @@ def _zip_entries(file: BinaryIO, end: int) -> Iterator[ZipEntry]:
         if len(fixed) < _ZIP_ENTRY.size or not fixed.startswith(_ZIP_ENTRY_START):
             raise ValueError("its directory is damaged")
         (
-            _, system, flags, method, crc, packed, unpacked,
+            _, flags, method, crc, packed, unpacked,
             name_length, extra_length, comment_length, attributes, offset,
         ) = _ZIP_ENTRY.unpack(fixed)  # fmt: skip
         name, extra, _ = file.read(name_length), file.read(extra_length), file.read(comment_length)
         left -= len(fixed) + name_length + extra_length + comment_length
         if _ZIP64 in (unpacked, packed, offset):
             unpacked, packed, offset = _wide(extra, (unpacked, packed, offset))
-        yield ZipEntry(
-            _zip_name(name, extra, flags, system), flags, method, crc, packed, unpacked, attributes, offset + shift
-        )
+        yield ZipEntry(_zip_name(name, extra, flags), flags, method, crc, packed, unpacked, attributes, offset + shift)
 
 
 def _zip_directory(file: BinaryIO, end: int) -> tuple[int, int, int]:
@@ -585,7 +582,7 @@ def _zip_directory(file: BinaryIO, end: int) -> tuple[int, int, int]:
     return behind - length, length, behind - length - offset
 
 
-def _zip_name(raw: bytes, extra: bytes, flags: int, system: int) -> bytes:
+def _zip_name(raw: bytes, extra: bytes, flags: int) -> bytes:
     """Return a member's name in UTF-8, with slashes. Tools differ in how they say its encoding, and Macs do not."""
     field = _extra_field(extra, _UNICODE_NAME_EXTRA)
     if flags & _ZIP_UTF8:
@@ -597,8 +594,8 @@ def _zip_name(raw: bytes, extra: bytes, flags: int, system: int) -> bytes:
             name = raw.decode()
         except UnicodeDecodeError:
             name = raw.decode("cp437")
-    if system in _ZIP_DOS and "/" not in name:
-        name = name.replace("\\", "/")  # as .NET wrote it; elsewhere a name may contain one
+    if "/" not in name:
+        name = name.replace("\\", "/")  # as .NET wrote it, and programs elsewhere that take paths of Windows for names
     return name.encode()
 
 
