@@ -39,6 +39,13 @@ def test_self_extracting_and_zip64_files_are_read(tmp_path: Path) -> None:
     assert found.where.read(MANY) == picture()
 
 
+@pytest.mark.parametrize("start", [b"PK00", b"\xcf\xfa\xed\xfe", b"anything"])
+def test_a_zip_may_follow_anything_if_its_name_says_so(tmp_path: Path, start: bytes) -> None:
+    path = write(tmp_path / "set.ZIP", start + bytes(700) + zipped(PICTURES))
+    assert is_archive(path)
+    assert [(one.name, one.where.read(MANY)) for one in archive_members(path)] == PICTURES
+
+
 def test_a_program_without_a_zip_is_called_that(tmp_path: Path) -> None:
     path = write(tmp_path / "set.exe", b"MZ\x90\0" + bytes(5000))
     said = refusal(lambda: list(archive_members(path)))

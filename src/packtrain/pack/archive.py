@@ -55,6 +55,7 @@ _REFUSED_KINDS = {
 _OCTAL = re.compile(rb" *([0-7]*) *")
 _GZIP = b"\x1f\x8b"
 _PROGRAMS = (b"MZ", b"\x7fELF", b"#!")
+_ZIP_NAMES = (".zip", ".exe")
 
 _ZIP_START, _ZIP_EMPTY = b"PK\x03\x04", b"PK\x05\x06"
 _ZIP_ENTRY_START, _ZIP64_END_START, _ZIP64_PLACE_START = b"PK\x01\x02", b"PK\x06\x06", b"PK\x06\x07"
@@ -461,9 +462,11 @@ def safe_name(name: bytes) -> bytes:
 
 
 def is_zip(path: str) -> bool:
-    """True if the file starts like a zip, or is a program that unpacks the zip at its end."""
-    if not _starts_with(path, *_PROGRAMS):
-        return _starts_with(path, _ZIP_START, _ZIP_EMPTY)
+    """True if the file starts like a zip, or has one at its end, as programs have that unpack it."""
+    if _starts_with(path, _ZIP_START, _ZIP_EMPTY):
+        return True
+    if not _starts_with(path, *_PROGRAMS) and not path.lower().endswith(_ZIP_NAMES):
+        return False
     try:
         with Path(path).open("rb") as file:
             start, _, _ = _zip_directory(file, os.fstat(file.fileno()).st_size)
