@@ -30,6 +30,10 @@ def reason_for(data: bytes) -> str:
     return caught.value.reason
 
 
+def not_called(*_: object, **__: object) -> None:
+    pytest.fail("called")  # what is raised otherwise makes a file unusable, too
+
+
 def tables_of(image: Image.Image) -> dict[int, list[int]]:
     assert isinstance(image, JpegImageFile)
     return image.quantization
@@ -439,15 +443,24 @@ def segment(marker: int, content: bytes) -> bytes:
 
 def test_a_sequential_jpeg_with_too_many_scans_is_not_decoded(monkeypatch: pytest.MonkeyPatch) -> None:
     assert reason_for(in_empty_scans(30)) == "cut off"
-    monkeypatch.setattr("simplejpeg.decode_jpeg", None)
+    monkeypatch.setattr("simplejpeg.decode_jpeg", not_called)
     assert reason_for(in_empty_scans(600)) == "damaged"
 
 
 def test_a_jpeg_with_too_many_parts_of_metadata_is_not_opened(monkeypatch: pytest.MonkeyPatch) -> None:
     exif = segment(0xE1, b"Exif\0\0")
     assert to_tiled(JPEG[:2] + exif * 10 + JPEG[2:]).jpeg == to_tiled(JPEG).jpeg
-    monkeypatch.setattr(Image, "open", None)
+    monkeypatch.setattr(Image, "open", not_called)
     assert reason_for(JPEG[:2] + exif * 2000 + JPEG[2:]) == "damaged"
+
+
+def test_a_png_with_too_many_color_profiles_is_not_opened(monkeypatch: pytest.MonkeyPatch) -> None:
+    data = saved(PHOTO, "PNG", icc_profile=b"profile")
+    start, end = data.index(b"iCCP") - 4, data.index(b"IDAT") - 4
+    several, many = (data[:end] + data[start:end] * count + data[end:] for count in (3, 30))
+    assert to_tiled(several).jpeg == to_tiled(data).jpeg
+    monkeypatch.setattr(Image, "open", not_called)
+    assert reason_for(many) == "damaged"
 
 
 def test_a_file_costs_its_pixels_its_scans_and_its_texts() -> None:

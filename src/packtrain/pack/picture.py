@@ -64,6 +64,8 @@ _SCAN = b"\xff\xda"
 _TEXTS = (b"zTXt", b"iTXt")
 _EXIF = b"Exif\0\0"
 _MAX_EXIF = 1000  # parts in one file, which Pillow adds to each other; one of 65 kB is the rule
+_PNG_START, _PROFILE = b"\x89PNG", b"iCCP"
+_MAX_PROFILES = 10  # in a PNG, which may have one; a kilobyte of each further one is expanded to a megabyte, too
 _SUBSAMPLINGS = {0: "4:4:4", 1: "4:2:2", 2: "4:2:0"}
 _STEPS = {"L;2": 85, "L;4": 17}  # from value to value of gray PNGs with 2 and 4 bits
 _ORIENTATION = 0x0112
@@ -143,7 +145,8 @@ def _open(data: bytes) -> Image.Image:
     """Open the image, reading only its header."""
     if not data:
         raise UnusableImage("empty")
-    if data.count(_EXIF) > _MAX_EXIF:
+    has_profiles = data.startswith(_PNG_START) and data.count(_PROFILE) > _MAX_PROFILES
+    if has_profiles or data.count(_EXIF) > _MAX_EXIF:
         raise UnusableImage("damaged")
     try:
         image = Image.open(io.BytesIO(data), formats=_FORMATS)
