@@ -726,6 +726,18 @@ def test_pictures_count_by_their_pixels_and_a_large_one_alone_is_answered(recipe
         assert answer["top5"][0]["class"] == "cat"
 
 
+def test_what_precedes_the_pixels_of_a_picture_counts_by_the_time_to_read_it(recipes: Callable[[str], Recipe]) -> None:
+    file = io.BytesIO()
+    Image.new("RGB", (8, 8)).save(file, "JPEG")
+    jpeg = file.getvalue()
+    slow = jpeg[:2] + b"\xff\xfe\0\2" * 200_000 + jpeg[2:]
+    with serving(recipes("classify"), BrightClassifier(), queue=6) as one, one.client() as client:
+        accepted, refused = (
+            client.post("/v1/predict", content=body, headers={"Content-Type": "image/jpeg"}) for body in (jpeg, slow)
+        )
+        assert (accepted.status_code, refused.status_code) == (200, 413)
+
+
 def test_hypotheses_of_captions_count(recipes: Callable[[str], Recipe]) -> None:
     recipe = recipes("caption")
     question = Question(picture("red"))

@@ -27,6 +27,8 @@ from packtrain.recipes.recipe import InputMistake, Network
 
 # The work that counts as one input: tokens that are read, or written in every hypothesis, and pixels of a file.
 _TOKENS_PER_INPUT, _PIXELS_PER_INPUT = 512, 1_000_000
+# And the time to read what precedes the pixels, mostly below a millisecond: it may have millions of small parts.
+_SECONDS_PER_INPUT = 0.01
 # Of one text, which cannot be divided: others wait for all of it. A model's own beam is accepted for any length.
 _MAX_TOKENS = 8192
 
@@ -247,7 +249,10 @@ class Service:
         sizes: list[int] = []
         for value in values:
             assert isinstance(value, bytes)
-            sizes.append(1 + pixels_to_decode(value) // _PIXELS_PER_INPUT + written // _TOKENS_PER_INPUT)
+            started = time.thread_time()
+            decoded = pixels_to_decode(value) // _PIXELS_PER_INPUT
+            opened = int((time.thread_time() - started) / _SECONDS_PER_INPUT)
+            sizes.append(1 + opened + decoded + written // _TOKENS_PER_INPUT)
             if sum(sizes) > self.settings.largest_request:
                 break
         return sizes
