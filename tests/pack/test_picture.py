@@ -463,6 +463,23 @@ def test_a_png_with_too_many_color_profiles_is_not_opened(monkeypatch: pytest.Mo
     assert reason_for(many) == "damaged"
 
 
+PNG = saved(PHOTO, "PNG")
+
+
+@pytest.mark.parametrize(
+    "data",
+    [
+        JPEG[:2] + b"\xff\xfe\0\2" * 150_000 + JPEG[2:],
+        JPEG[:2] + b"\xff" * 500_000 + JPEG[2:],
+        PNG[:33] + (b"\0\0\0\0none" + zlib.crc32(b"none").to_bytes(4, "big")) * 250_000 + PNG[33:],
+        PNG[:-12] + (b"\0\0\0\0none" + zlib.crc32(b"none").to_bytes(4, "big")) * 250_000 + PNG[-12:],
+    ],
+    ids=["comments", "padding", "chunks", "chunks at the end"],
+)
+def test_a_file_of_too_many_parts_is_dropped(data: bytes) -> None:
+    assert reason_for(data) == "damaged"
+
+
 def test_a_file_costs_its_pixels_its_scans_and_its_texts() -> None:
     assert pixels_to_decode(b"no image") == 0
     assert pixels_to_decode(in_empty_scans(3)) == 200 * 200

@@ -66,6 +66,7 @@ _EXIF = b"Exif\0\0"
 _MAX_EXIF = 1000  # parts in one file, which Pillow adds to each other; one of 65 kB is the rule
 _PNG_START, _PROFILE = b"\x89PNG", b"iCCP"
 _MAX_PROFILES = 10  # in a PNG, which may have one; a kilobyte of each further one is expanded to a megabyte, too
+_MAX_READS = 400_000  # of a file: three for a chunk of a PNG, and libpng divides 300 MB into 36,000
 _SUBSAMPLINGS = {0: "4:4:4", 1: "4:2:2", 2: "4:2:0"}
 _STEPS = {"L;2": 85, "L;4": 17}  # from value to value of gray PNGs with 2 and 4 bits
 _ORIENTATION = 0x0112
@@ -149,7 +150,7 @@ def _open(data: bytes) -> Image.Image:
     if has_profiles or data.count(_EXIF) > _MAX_EXIF:
         raise UnusableImage("damaged")
     try:
-        image = Image.open(io.BytesIO(data), formats=_FORMATS)
+        image = Image.open(_File(data), formats=_FORMATS)
     except Image.DecompressionBombError as error:
         raise UnusableImage("too many pixels") from error
     except UnidentifiedImageError as error:
@@ -161,6 +162,18 @@ def _open(data: bytes) -> Image.Image:
     if isinstance(image, JpegImageFile) and _num_scans(data) > _MAX_SCANS:
         raise UnusableImage("damaged")
     return image
+
+
+class _File(io.BytesIO):
+    """The bytes of an image file, which Pillow reads part by part, and where they are damaged, byte by byte."""
+
+    num_reads = 0
+
+    def read(self, size: int | None = -1, /) -> bytes:
+        self.num_reads += 1
+        if self.num_reads > _MAX_READS:
+            raise OSError("too many parts")
+        return super().read(size)
 
 
 def _num_scans(data: bytes) -> int:
