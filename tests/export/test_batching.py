@@ -99,6 +99,29 @@ def test_large_requests_share_every_batch() -> None:
         assert [inputs for _, inputs in computer.calls[1:]] == [[1, 2, 5], [6, 3, 4], [7]]
 
 
+def test_keys_take_turns_however_many_requests_each_has() -> None:
+    computer = Computer()
+    with batching(computer, batch=2) as batcher:
+        busy(batcher, computer)
+        many = [batcher.submit("b", [number, number]) for number in (1, 2, 3)]
+        one = batcher.submit("c", [4])
+        computer.gate.set()
+        assert [request.result(30).outputs for request in (*many, one)] == [[2, 2], [4, 4], [6, 6], [8]]
+        assert [inputs for _, inputs in computer.calls[1:]] == [[1, 2], [4], [2, 3], [3, 1]]
+
+
+def test_a_round_through_many_keys_takes_as_long_as_one_through_a_few() -> None:
+    computer = Computer()
+    with batching(computer) as batcher:
+        batcher.learn_speed(1, seconds=1800.0)  # two inputs are a turn
+        busy(batcher, computer)
+        for key in "bcdefghi":
+            batcher.submit(key, [1, 2])
+        computer.gate.set()
+        wait_until(lambda: len(computer.calls) > 2, "the first key has had its share")
+        assert computer.calls[1] == ("b", [1]), "four turns for eight keys: half a turn for each"
+
+
 def test_the_rest_of_a_request_that_nobody_waits_for_is_not_computed() -> None:
     computer = Computer()
     with batching(computer, batch=2) as batcher:

@@ -5,9 +5,9 @@ gather others with the same settings, until the batch is full or the oldest has 
 take an input of each in turn until the batch is full, or would take too long
 compute them; if that fails, divide them, so that a bad input fails its own request alone
 
-So a large request is computed in several batches, between those of others, and its rest is left out if nobody waits
-for it any more, because the client has left or the time of the request is over. A batch that nobody waits for is
-abandoned.
+So a large request is computed in several batches, between those of others; requests with other settings take turns
+with it. What nobody waits for any more, because the client has left or the time of the request is over, is left out:
+the rest of a request, or a whole batch, which is then abandoned.
 """
 
 from __future__ import annotations
@@ -27,6 +27,7 @@ Made = TypeVar("Made")
 
 _MAX_RETRY_SECONDS = 60
 _MEMORY = 0.8  # weight of the past in the time of an input of size 1, if it falls
+_ROUND_TURNS = 4  # whole turns that a round through all keys takes, however many there are
 
 
 class QueueFull(Exception):
@@ -87,8 +88,9 @@ class Batcher(Generic[Key, Given, Made]):
 
     `compute` gets a key and inputs, and returns an output for each; it may raise anything once its third argument
     returns False, because nobody waits for them any more. An input has a size, the work to compute it; most
-    have 1. `batch` and `queue` are sums of sizes. A batch is smaller if it would take longer than `turn_seconds`; an
-    input that is larger than a batch is computed alone.
+    have 1. `batch` and `queue` are sums of sizes. A batch is smaller if it would take longer than `turn_seconds`, or
+    than its share of a round through all keys, by the number of requests; an input that is larger than a batch is
+    computed alone.
     """
 
     def __init__(
@@ -191,7 +193,8 @@ class Batcher(Generic[Key, Given, Made]):
         key = self._waiting[0].key
         starts = {one: one.taken for one in self._waiting if one.key == key}
         turns, size = deque(starts), 0
-        limit = min(self._batch, self._turn_seconds / max(self._seconds_per_size, 1e-9))
+        seconds = self._turn_seconds * min(1, _ROUND_TURNS * len(starts) / len(self._waiting))
+        limit = min(self._batch, seconds / max(self._seconds_per_size, 1e-9))
         while turns:
             request = turns.popleft()
             next_size = request.sizes[request.taken]
@@ -205,9 +208,9 @@ class Batcher(Generic[Key, Given, Made]):
             for request, start in starts.items()
             if request.taken > start
         ]
-        first = self._waiting.popleft()
-        self._waiting.append(first)
-        self._waiting = deque(one for one in self._waiting if one.taken < len(one.inputs))
+        self._waiting.rotate(-1)  # of equal keys, another request is the first one next time
+        unfinished = [one for one in self._waiting if one.taken < len(one.inputs)]
+        self._waiting = deque(sorted(unfinished, key=lambda one: one.key == key))  # all other keys come before
         return parts
 
     def _settle(self, batch: Sequence[_BatchPart[Key, Given, Made]]) -> None:
