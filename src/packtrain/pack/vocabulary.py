@@ -173,7 +173,7 @@ def _is_merge(merge: object, tokens: dict[str, int]) -> bool:
 
 
 def _damaged(why: str) -> PacktrainError:
-    return PacktrainError(f"the pack's vocabulary is damaged ({why}); pack the data again")
+    return PacktrainError(f"the vocabulary is damaged ({why}); pack the data again, or export the model again")
 
 
 def is_too_long(text: str) -> bool:
