@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from packtrain.errors import NotFound, PacktrainError
 from packtrain.run.records import DamagedRecord, Generation, Point, Result, Sample, encode
 from packtrain.run.run import Run, create_run, open_run, run_names, surviving
-from packtrain.store import Store, open_store
+from packtrain.store import ObjectNotFound, Store, open_store
 from parts.clock import wait_for_tick
 from parts.runs import MEASURED, a_generation, a_lease, new_run, program_job
 
@@ -50,6 +50,17 @@ def test_a_run_carries_its_job_its_code_and_its_pack(any_store: Store) -> None:
     assert found.job == program_job()
     assert found.pack_name() == "pack-123"
     assert any_store.get(found.key("code.tar.zst")) == b"code"
+
+
+@pytest.mark.parametrize("name", ["code.tar.zst", "pack.txt"])
+def test_a_run_whose_client_was_killed_while_it_created_it_says_what_to_do(directory_store: Store, name: str) -> None:
+    run = new_run(directory_store)
+    directory_store.delete(run.key(name))
+    killed = open_run(directory_store, run.name)
+    with pytest.raises(
+        ObjectNotFound, match=rf"{run.name} has no {name}: .* run `packtrain rm {run.name} .*start the job"
+    ):
+        _ = killed.code if name == "code.tar.zst" else killed.pack_name()
 
 
 def test_a_long_name_leaves_room_for_the_number_and_still_finds_its_runs(directory_store: Store) -> None:

@@ -54,7 +54,16 @@ from packtrain.run.records import (
     decode_name,
     encode,
 )
-from packtrain.store import DamagedObject, Store, StoreAway, StoreError, store_option, stores_nearby
+from packtrain.store import (
+    RECORD_BYTES,
+    DamagedObject,
+    ObjectNotFound,
+    Store,
+    StoreAway,
+    StoreError,
+    store_option,
+    stores_nearby,
+)
 from packtrain.system import to_type
 from packtrain.units import show_time
 
@@ -140,7 +149,7 @@ class Run:
     def code(self) -> bytes:
         """The archive of the code that the run carries."""
         if self._code is None:
-            self._code = self.store.get(self.key("code.tar.zst"), MAX_SNAPSHOT_BYTES)
+            self._code = self._created("code.tar.zst", MAX_SNAPSHOT_BYTES)
         return self._code
 
     @property
@@ -151,7 +160,15 @@ class Run:
 
     def pack_name(self) -> str:
         """Return the name of the pack that a recipe trains on."""
-        return decode_name(self.store.get(self.key("pack.txt")), self._what("pack.txt"))
+        return decode_name(self._created("pack.txt"), self._what("pack.txt"))
+
+    def _created(self, name: str, limit: int = RECORD_BYTES) -> bytes:
+        """Read what a client puts after the job, unless it was killed before."""
+        try:
+            return self.store.get(self.key(name), limit)
+        except ObjectNotFound as error:
+            advice = f"it was not created completely; run `{self.command('rm')}`, and start the job again"
+            raise ObjectNotFound(f"{self.name} has no {name}: {advice}") from error
 
     # Streams: each has a reader, and a writer for every process that adds to it.
 
