@@ -426,6 +426,15 @@ def test_failures_without_a_commit_between_them_are_counted() -> None:
     assert failures_in_a_row([*tried("start", "program"), *tried("program", step=30)], 30) == 1
 
 
+def test_commits_of_a_program_that_started_again_do_not_end_a_row_of_failures() -> None:
+    first, second = tried("start", "program", step=30)
+    third, fourth = (replace(second, step=step, restarted=True) for step in (60, 90))
+    assert failures_in_a_row([first, second, third, fourth], 120, restarted=True) == 3
+    assert failures_in_a_row([first, second, third, fourth], 120) == 0, "the last one has resumed, and committed"
+    resumed = replace(third, cause="resumed", launches=1)
+    assert failures_in_a_row([first, second, resumed, replace(fourth, launches=1)], 120, restarted=True) == 1
+
+
 def test_preemptions_joins_and_an_absent_store_are_not_counted() -> None:
     assert failures_in_a_row(tried("start", "preempted", "joined", "store", "port", "ended"), 0) == 0
     assert failures_in_a_row(tried("start", "program", "store", "preempted", "hang"), 0) == 2

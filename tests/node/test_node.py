@@ -244,6 +244,16 @@ def test_a_program_that_resumes_only_if_it_is_told_to_is_told_after_a_restore(
 
 
 @pytest.mark.usefixtures("processes")
+def test_a_program_that_starts_again_and_fails_is_given_up_although_it_commits(machine: Machine) -> None:
+    script = RESUMES.replace('os.environ["PACKTRAIN_GENERATION"] == "1"', "1")
+    run = machine.run_of(script, program=["train.py"], fleet={"local": {}, "workers": 1, "failures": 2})
+    assert machine.exit_code(machine.start(run)) == EXIT_FAILED
+    assert [generation.restarted for generation in run.generations()] == [False, False, True]
+    result = run.result()
+    assert result is not None and result.reason.endswith("(after 2 restarts from the beginning)")
+
+
+@pytest.mark.usefixtures("processes")
 def test_a_preempted_machine_commits_and_leaves_the_run_unfinished(machine: Machine) -> None:
     run = machine.run_of(WORK)
     node = machine.start(run)

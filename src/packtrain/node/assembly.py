@@ -21,6 +21,7 @@ from packtrain.errors import Mistake
 from packtrain.node.address import check_private
 from packtrain.node.causes import (
     COUNTED,
+    OWN_FAILURES,
     blamed,
     lost_machine,
     most_specific,
@@ -62,6 +63,7 @@ class GenerationStart:
     culprit: str | None = None
     job: str = ""
     launches: int = 0
+    restarted: bool = False
 
 
 def excluded(culprits: Sequence[str | None]) -> set[str]:
@@ -332,6 +334,8 @@ class Assembly:
             return NodeReport(latest.number, "ended", "the first machine was lost")
         requested = [report for report in reports if report.cause in ("preempted", "joined")]
         told = most_specific(reports)
+        if told.cause in OWN_FAILURES:  # only the first machine knows, which may not be the one that failed
+            told = replace(told, restarted=any(report.restarted for report in reports))
         # Programs exit in all sorts of ways when they are asked to stop: that is not a failure.
         return requested[0] if requested and told.cause == "program" and not told.fatal else told
 
@@ -395,7 +399,15 @@ class Assembly:
         left = seconds_left(self._run.job.budget, self._run.job.fleet, leases, used, count)
         launches = self._run.count_launches()
         return GenerationStart(
-            ended.cause, reason_for(ended), step, ended.step, used, left, job=self._job, launches=launches
+            ended.cause,
+            reason_for(ended),
+            step,
+            ended.step,
+            used,
+            left,
+            job=self._job,
+            launches=launches,
+            restarted=ended.restarted,
         )
 
 

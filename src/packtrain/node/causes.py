@@ -28,7 +28,7 @@ _BY_SPECIFICITY: tuple[Cause, ...] = (
     "mistake", "number", "memory", "disk", "port", "store", "program", "machine", "preempted", "hang", "joined",
     "ended", "resumed", "start",
 )  # fmt: skip
-_SAME_AGAIN: tuple[Cause, ...] = ("program", "memory", "number", "mistake")
+OWN_FAILURES: tuple[Cause, ...] = ("program", "memory", "number", "mistake")
 _ADVICE: Mapping[Cause, str] = {
     "memory": "make train.micro_batch smaller, or spread the batch over more workers or machines",
     "disk": "free some space, or set PACKTRAIN_CACHE to a larger disk",
@@ -246,13 +246,14 @@ def verdict(tried: Sequence[Generation], failed: NodeReport, step: int, failures
     last = tried[-1] if tried else None
     if failed.cause == "mistake" and last is not None and last.cause in ("start", "resumed") and last.step == step:
         return failed.text  # at its first try, with nothing committed: it would fail again
-    if last is not None and failed.cause in _SAME_AGAIN and last.cause == failed.cause and last.step == step:
+    if last is not None and failed.cause in OWN_FAILURES and last.cause == failed.cause and last.step == step:
         at = f"step {failed.step} failed" if failed.step is not None else f"after step {step} it failed"
         same_step = failed.step is not None and failed.step == last.failed_step
         if same_step or failed.cause == "memory":
             return _with_advice(f"{failed.text} ({at} twice in the same way)", failed.cause)
-    if failures_in_a_row(tried, step) >= failures:
-        return _with_advice(f"{failed.text} (after {counted(failures, 'restart')})", failed.cause)
+    if failures_in_a_row(tried, step, failed.restarted) >= failures:
+        restarts = f"{counted(failures, 'restart')}{' from the beginning' if failed.restarted else ''}"
+        return _with_advice(f"{failed.text} (after {restarts})", failed.cause)
     return None
 
 
@@ -260,8 +261,10 @@ def _with_advice(text: str, cause: Cause) -> str:
     return f"{text}: {_ADVICE[cause]}" if cause in _ADVICE else text
 
 
-def failures_in_a_row(generations: Sequence[Generation], step: int) -> int:
+def failures_in_a_row(generations: Sequence[Generation], step: int, restarted: bool = False) -> int:
     """Count the generations that started because of a failure, with nothing committed since.
+
+    Commits of a generation whose program `restarted` do not count, or it could fail and start again for ever.
 
     Other causes (a preemption, an unreachable store) neither count nor reset the count; a person who resumes the run
     resets it. A node that a service starts again is no person: no client has launched anything since.
@@ -270,9 +273,10 @@ def failures_in_a_row(generations: Sequence[Generation], step: int) -> int:
     for before, generation in reversed([*pairwise([None, *generations])]):
         assert generation is not None
         is_launched = before is None or generation.launches > before.launches
-        if generation.step != step or (generation.cause == "resumed" and is_launched):
+        if (generation.step != step and not restarted) or (generation.cause == "resumed" and is_launched):
             break
         count += generation.cause in COUNTED
+        step, restarted = generation.step, generation.restarted
     return count
 
 

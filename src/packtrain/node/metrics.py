@@ -144,6 +144,7 @@ class NumberTable:
     tell: TellEvent
     before: dict[str, int] = field(default_factory=dict)
     reached: int | None = None  # of the steps that the program names
+    restarted: bool = False  # the program counts from the beginning, although it was to resume
     _steps: dict[int, _StepNumbers] = field(default_factory=dict)
     _new: set[int] = field(default_factory=set)
     _shares: dict[str, _NumberShare] = field(default_factory=dict)
@@ -173,6 +174,7 @@ class NumberTable:
             before = self.before.pop(name, 0)
             if step <= before / 2:
                 self.before.clear()
+                self.restarted = True
                 self.tell(
                     "warning",
                     f"the program did not resume: {name!r} is back at step {step:,} after step {before:,}; older"
@@ -259,6 +261,12 @@ class ProgramMetrics:
         """The highest step that the program has named in this generation."""
         with self._lock:
             return None if self._source is None else self._source.table.reached
+
+    @property
+    def restarted(self) -> bool:
+        """True if the program of this generation did not resume, but started from the beginning."""
+        with self._lock:
+            return self._source is not None and self._source.table.restarted
 
     def hear(self, line: LogLine) -> None:
         """Take a line that a worker has printed. Does not wait: a flush may wait for the store."""

@@ -20,6 +20,7 @@ import threading
 import time
 import uuid
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 
 from packtrain.backoff import Backoff
 from packtrain.errors import Mistake
@@ -514,7 +515,7 @@ class Node:
                 finished, not_committed = False, group.not_committed(error)
                 self._tell("warning", not_committed.text)
             group.closing = closing
-        report = not_committed or group.report(code)
+        report = replace(not_committed or group.report(code), restarted=program is not None and self.metrics.restarted)
         leaving = self._leaving()
         if self.run.result() is not None:
             self.is_over = True

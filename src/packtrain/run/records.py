@@ -149,9 +149,10 @@ class Generation:
 
     `step` is the last committed step when it began. `cause` and `reason` say why the one before it ended, and
     `failed_step` at which step that failed, if known; `culprit` is the node that ended it alone, by an error of its
-    own or because it was lost. `used_seconds` is the run's time until then; `seconds_left` is what the budget still
-    allows. `job` is the digest of its job: `packtrain resume --set` changes the job, and with it the fleet and the
-    budget. `launches` is how often clients had launched machines by then: a node that comes back by itself does not.
+    own or because it was lost; `restarted` is as in its report. `used_seconds` is the run's time until then;
+    `seconds_left` is what the budget still allows. `job` is the digest of its job: `packtrain resume --set` changes the
+    job, and with it the fleet and the budget. `launches` is how often clients had launched machines by then: a node
+    that comes back by itself does not.
     """
 
     number: Count
@@ -166,6 +167,7 @@ class Generation:
     culprit: FileName | None = None
     job: Label = ""
     launches: Count = 0
+    restarted: bool = False
 
     def rank_of(self, node: str) -> int | None:
         return next((rank for rank, member in enumerate(self.members) if member.node == node), None)
@@ -248,7 +250,8 @@ class MachineFacts:
 class NodeReport:
     """How a generation's workers ended on one node. `fatal`: another try would end the same way.
 
-    `lost` is the node that is gone, if that is why.
+    `lost` is the node that is gone, if that is why. `restarted`: the program started from the beginning, although a
+    checkpoint was restored, and failed; what it committed is no progress.
     """
 
     generation: Count
@@ -257,6 +260,7 @@ class NodeReport:
     step: Count | None = None
     fatal: bool = False
     lost: FileName | None = None
+    restarted: bool = False
 
 
 @dataclass(frozen=True)
