@@ -325,6 +325,7 @@ def test_a_secret_in_an_override_is_refused_too(directory: Path, field: str, tol
         "--password-file=x", "https://host/a@b", "train.en", "--sort-key=length", "Bearer $TOKEN", "bearer of news",
         "--s3-key=raw/train.tar", "--key image", "--key=columns.text2", "-p 10", "-p 0.5", "--pass 2", "-p float16", "-p a/b2c3d4",
         "train.py -p bf16-mixed", "train.py --key epoch_10_loss", "train.py --first-pass=10",
+        "train.py --low-pass=8000Hz", "HIGH_PASS=1000Hz train.py", "train.py --first-pass stage_1",
     ],
 )  # fmt: skip
 def test_strings_that_are_no_secrets_are_accepted(text: str) -> None:

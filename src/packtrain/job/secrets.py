@@ -286,6 +286,10 @@ _AWS_SECRET = re.compile(r"(?<![A-Za-z0-9/+])[A-Za-z0-9/+]{40}(?![A-Za-z0-9/+=])
 _AWS_WORD = re.compile(r"aws|amazon|secret|access.?key", re.IGNORECASE)
 # Their values decide: `--key image` names a column, `-p 10` a number of steps.
 _MAYBE_SECRET_ARGUMENT = re.compile(rf"p|auth|key|(.*_)?(({_HAS_KEYS}|{_OPENS})_key|pass|pw|pwd)")
+# Filters of sounds, and parts of a program's work: `--low-pass=8000Hz`, `--first-pass=stage_1`.
+_OTHER_PASS = re.compile(
+    r"(.*_)?(low|high|band|all|first|second|third|last|final|one|two|single|multi|forward|backward|per|by|num)_pass"
+)
 _OPTION_WITH_VALUE = re.compile(r"(?<![\w.-])--?([A-Za-z][\w.-]*)(?:=|\s+)([^\s$=-]\S*)")
 _VARIABLE_WITH_VALUE = re.compile(r"(?<![\w-])([A-Za-z_]\w*)=([^\s$]\S*)")
 _OPTION = re.compile(r"--?([A-Za-z][\w.-]*)")
@@ -415,7 +419,7 @@ def _gives_secret(name: str, value: str) -> bool:
     if _SECRET_ARGUMENT.search(_words(name)):
         return value != ""
     words = _words(name)
-    if _MAYBE_SECRET_ARGUMENT.fullmatch(words) is None:
+    if _MAYBE_SECRET_ARGUMENT.fullmatch(words) is None or _OTHER_PASS.fullmatch(words) is not None:
         return False
     # A password has digits or marks among its letters; a path, a word with a number or a time has not.
     text = value.strip("\"'")
