@@ -65,6 +65,7 @@ RIGHT = [
     ["fleet={aws: {instances: [g5.xlarge], region: us-east-1, role: a, placement_group: a, zones: [us-east-1a]}}"],
     ["fleet={aws: {instances: [g5.xlarge], region: us-east-1, role: a, placement_group: a, subnets: [subnet-0a]}}"],
     ["fleet={ibm: {datacenter: dal10, flavor: B1_2X8X25, os: A, transient: true}}"],
+    ["fleet={ibm: {datacenter: dal10, flavor: null, cpus: 4, memory: 16 GB, os: A, transient: true}}"],
     ["fleet={slurm: {options: [--nodes-x, --constraint=a]}}"],
     ["fleet={kubernetes: {image: a, resources: {cpu: 0.5, x.y/z: 1}, variables: {A: 1, B: ''}, shared_memory: 1Gi}}"],
     ["fleet={ibm: {datacenter: dal10, cpus: 4, memory: 16 GB, os: UBUNTU_24_64, disks: [100 GB]}}"],

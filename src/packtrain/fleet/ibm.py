@@ -83,7 +83,7 @@ _GPU_FLAVORS = ("AC1_", "AC2_")
 _TRANSIENT = {
     "hourly": {"const": True},
     "local_disk": {"const": False},
-    "flavor": {"not": {"pattern": f"^({'|'.join(_GPU_FLAVORS)})"}},
+    "flavor": {"not": {"type": "string", "pattern": f"^({'|'.join(_GPU_FLAVORS)})"}},  # it may be null
 }
 _GB = 10**9
 
