@@ -57,13 +57,24 @@ def test_names_are_words_to_systemd_whatever_is_in_them(tmp_path: Path, monkeypa
     [line] = [line for line in text.splitlines() if line.startswith("#   packtrain unit ")]
     words = shlex.split(line.removeprefix("#"))
     assert words[2:6] == [str(odd), "--name", "odd", "|"], "as a person copies it into a shell"
-    assert f'BindReadOnlyPaths="{tmp_path}/a \\"b\\" $HOME 100%%n"' in text, "only commands have variables"
+    assert f"BindReadOnlyPaths='{tmp_path}/a \"b\" $HOME 100%%n'" in text, "only commands have variables"
     shared = unit(UnitRequest(odd, "odd", "::", 9000, tmp_path / "my token"), PROGRAM)
     [line] = [line for line in shared.splitlines() if line.startswith("#   packtrain unit ")]
     options = ["--host", "::", "--port", "9000", "--token-file", str(tmp_path / "my token")]
     assert shlex.split(line.removeprefix("#"))[5:-4] == options, "the command prints the same unit"
     with pytest.raises(Mistake, match="must be an address"):
         unit(UnitRequest(write_model(tmp_path / "mine"), host="board; reboot"), PROGRAM)
+
+
+def test_a_mounted_path_is_one_path_to_systemd_whatever_is_in_it(
+    needs_systemd: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("packtrain.export.unit._HIDDEN", (tmp_path,))
+    odd = write_model(tmp_path / """it's "a": $b \\c 100%n""")
+    text = unit(UnitRequest(odd, name="mine"), PROGRAM)
+    assert f"""BindReadOnlyPaths='{tmp_path}/it'"'"'s "a"\\: $b \\\\c 100%%n'""" in text, 'newer versions refuse \\"'
+    relative = text.replace("BindReadOnlyPaths='/", "BindReadOnlyPaths='")  # systemd repeats what it cannot use
+    assert f"not absolute, ignoring: {str(odd)[1:]}\n" in analyzed(["verify", "--man=no"], tmp_path, relative)
 
 
 def test_a_folder_that_is_no_model_has_no_unit(tmp_path: Path) -> None:

@@ -145,6 +145,8 @@ def _word(text: str) -> str:
 
 
 def _mounted(text: str) -> str:
-    """Return a path as systemd reads it where it is no part of a command: twice, and without variables."""
-    escaped = re.sub(r"[\\\"':]", r"\\\g<0>", _specifiers(text))
-    return escaped if re.fullmatch(r"[\w@%+=,./$-]+", escaped) else f'"{escaped}"'
+    """Return a path as systemd reads it where it is no part of a command: without variables, and twice.
+
+    Newer versions read the quotes first, in which a backslash means nothing, and then the backslashes.
+    """
+    return shlex.quote(re.sub(r"[\\:]", r"\\\g<0>", _specifiers(text)))
