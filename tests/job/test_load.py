@@ -437,6 +437,7 @@ def test_a_secret_in_code_is_named(text: str, kind: str) -> None:
         "a = AddedToken(token, normalized=False, special=True)", 'body["ai21labs_api_key"] = self.ai21labs_api_key\n',
         'env=["HF_TOKEN", "TOKENIZERS_PARALLELISM=false"]', '{"id": 3, "key": "d41d8cd98f00b204e9800998ecf8427e"}',
         "https://host/data.zip?alt=media&token=46d5e637-3411-4188-bc44-5809b5bfb5f4 ", "eos_token = tokenizer.special_tokens_2",
+        "PWD=/scratch/d41d8cd98f00b204e9800998", "docker run -v $PWD:/cache/d41d8cd98f00b204e9800998 train",
         "the password 46d5e63734114188bc44 is only an example", 'cache_key: str = "d41d8cd98f00b204e9800998ecf8427e"',
         'add("--token", type=str, default="end_of_text_token_50256")', "- name: CACHE_KEY\n  value: d41d8cd98f00b204e9800998",
         'aws = {"SessionToken": "' + "AQoEXAMPLEH4aoAH0gNCAPyJxz4BlCFFxWNE1OPTgk5T" * 3 + '"}',

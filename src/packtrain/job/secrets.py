@@ -343,6 +343,8 @@ def _assigns_secret(text: str, assigned: re.Match[str]) -> bool:
     """True if a name that gives access stands before a value that looks random, not like a word, a call or a path."""
     if assigned["open"] not in ("", assigned["end"]) or not _looks_random(assigned["value"]):
         return False
+    if assigned["name"] in ("wd", "WD") and assigned["value"].startswith("/"):  # the current folder, not a password
+        return False
     before = text[max(0, assigned.start() - _MAX_NAME) : assigned.start()]
     # With a blank alone only after a variable (`ENV API_KEY ...`) or an option (`--api-key ...`), not in a sentence.
     if not assigned["between"].strip() and not assigned["name"].isupper() and not _OPTION_BEFORE.search(before):
