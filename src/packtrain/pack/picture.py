@@ -292,7 +292,7 @@ def _decoded_jpeg(data: bytes, image: Image.Image, lacked_end: bool) -> Image.Im
         return _pixels(data, image.mode)
     except ValueError as error:
         fault = str(error)
-    is_longer = lacked_end and "extraneous" in fault  # what follows the pixels is in place of others
+    is_longer = lacked_end and "extraneous" in fault  # bytes where pixels are missing
     if "premature end" in fault.lower() or is_longer:
         raise UnusableImage("cut off")
     if "Corrupt" in fault and "extraneous" not in fault:  # extra bytes are harmless and common

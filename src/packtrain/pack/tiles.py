@@ -154,7 +154,7 @@ def read_frame(jpeg: bytes | bytearray | memoryview) -> Frame:
 
 
 def scan_end(jpeg: bytes) -> int:
-    """Return where the header of the first scan ends: from there, the mark of a marker is one."""
+    """Return where coded pixels begin; from there on, the bytes of a marker cannot be anything else."""
     return list(_header(jpeg))[-1][2]
 
 
