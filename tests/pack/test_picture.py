@@ -382,6 +382,12 @@ def test_a_truncated_jpeg_that_is_filled_up_is_dropped(filling: bytes) -> None:
     assert reason_for(data[: len(data) // 2] + filling * 10_000) == "cut off"
 
 
+def test_zeros_are_not_taken_for_the_last_pixels() -> None:
+    """A decoder may find as many pixels in them as are missing, and says nothing."""
+    data = saved(PHOTO, "JPEG", quality=50)
+    assert {reason_for(data[:-10] + bytes(zeros)) for zeros in range(2, 90)} == {"cut off"}
+
+
 @pytest.mark.parametrize("kept", [20, 160, 300, 640, 1500, len(JPEG) - 8, len(JPEG) - 4])
 def test_a_truncated_jpeg_is_dropped(kept: int) -> None:
     assert reason_for(JPEG[:kept]) in ("cut off", "damaged")
