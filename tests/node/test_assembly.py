@@ -839,6 +839,21 @@ def test_nobody_is_the_culprit_if_several_machines_failed_or_there_was_only_one(
     assert me.told == []
 
 
+def test_the_first_machine_says_whether_the_program_started_again_whoever_failed(view: View) -> None:
+    me = view("1..2")
+    latest = me.generation(1, "me", "a")
+    me.see("a", report=BROKE)
+    me.proposed(latest, replace(CUT_OFF, restarted=True), me.now - EXPLAIN_SECONDS)
+    assert (me.latest().number, me.latest().reason, me.latest().restarted) == (2, "failure: it broke", True)
+
+
+def test_a_lost_machine_does_not_say_that_the_program_started_again(view: View) -> None:
+    me = view("1..2")
+    latest = me.generation(1, "me", "a")
+    me.proposed(latest, replace(CUT_OFF, restarted=True), me.now - EXPLAIN_SECONDS)
+    assert (me.latest().cause, me.latest().restarted) == ("machine", False)
+
+
 def test_a_machine_that_was_lost_is_the_culprit_even_if_it_is_back(view: View) -> None:
     me = view("1..2")
     latest = me.generation(1, "me", "a")
