@@ -115,6 +115,7 @@ def shell(network: Network, training: None, tmp_path_factory: pytest.TempPathFac
         network.ssh_config.write_text(config)
 
 
+@pytest.mark.timeout(2700)  # some forty commands, several of which train
 def test_every_command_works_as_written_and_a_second_demo_starts_no_run(shell: Shell, network: Network) -> None:
     lines, checkout = list(typed()), shell.directory
     # Ctrl-C may have ended an earlier try before the environment had pip.
