@@ -27,7 +27,7 @@ from packtrain.fleet.aws.checks import quota_code
 from packtrain.fleet.aws.fleet import AwsFleet, AwsSettings
 from packtrain.fleet.aws.lookup import trouble_of
 from packtrain.fleet.aws.policy import ALL_RUNS, policy
-from packtrain.fleet.aws.region import AwsRefusal, AwsRegion, session_of
+from packtrain.fleet.aws.region import AwsRefusal, AwsRegion, session_of, tag_value
 from packtrain.fleet.cloud import StillInUse, label_of, remove
 from packtrain.fleet.doctor import examine
 from packtrain.fleet.down import remove_found, take_inventory
@@ -508,6 +508,13 @@ def test_a_shared_role_ends_no_machine_of_another_store(region: AwsRegion, s3_st
     assert (key, tags["packtrain-store"]) == ("autoscaling:ResourceTag/packtrain-store", value), run.name
     for name in ("EndTheTemplate", "TakeItToThisMachine"):
         assert statements[name]["Condition"]["StringEquals"] == {"aws:ResourceTag/packtrain-store": value}
+
+
+@pytest.mark.parametrize(("one", "other"), [("a*", "a_"), ("a*", "a?"), ("a" * 300 + "1", "a" * 300 + "2")])
+def test_tags_of_two_stores_differ_whatever_is_in_their_names(one: str, other: str) -> None:
+    assert tag_value(f"s3://bucket/{one}") != tag_value(f"s3://bucket/{other}")
+    assert len(tag_value(f"s3://bucket/{one}")) <= 256
+    assert tag_value("s3://bucket/team/a_1") == "s3://bucket/team/a_1"
 
 
 def test_the_example_can_be_planned(region: AwsRegion, s3_location: str) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import os
 import re
 from collections.abc import Callable, Iterable, Mapping
@@ -23,7 +24,8 @@ _EXPIRED = {"ExpiredToken", "ExpiredTokenException", "RequestExpired"}
 _REFUSED = {"AuthFailure", "InvalidClientTokenId", "UnrecognizedClientException", "SignatureDoesNotMatch"}
 _FORBIDDEN = {"UnauthorizedOperation", "AccessDenied", "AccessDeniedException"}
 _MAKING = Lock()  # a session makes one client at a time; clients themselves may be used by all threads
-_UNSAFE = re.compile(r"[^\w +=.:/@-]")
+_UNSAFE = re.compile(r"[^\w +=.:/@-]")  # in the value of a tag
+_MAX_VALUE = 256
 
 
 class AwsRefusal(Mistake):
@@ -241,8 +243,12 @@ def default_region(profile: str | None) -> str | None:
 
 
 def tag_value(text: str) -> str:
-    """Return a text as a tag can hold it."""
-    return _UNSAFE.sub("_", text)[:256]
+    """Return a text as a tag can hold it. What does not fit gets a digest: a policy compares tags of stores."""
+    value = _UNSAFE.sub("_", text)
+    if value == text and len(text) <= _MAX_VALUE:
+        return text
+    digest = hashlib.sha256(text.encode()).hexdigest()[:16]
+    return f"{value[: _MAX_VALUE - len(digest) - 1]}-{digest}"
 
 
 def _tagged(label: str | None) -> dict[str, Any]:
