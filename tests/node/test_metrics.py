@@ -159,6 +159,11 @@ def printed(text: str, generation: int = 1, rank: int | None = 0, moment: float 
             3,
             {"train_loss": 1.9, "train_acc": 0.5, "val_acc": 0.4},
         ),
+        (
+            "Step 3, D loss: 1.2, G loss 0.4, learning rate: 1e-4",
+            3,
+            {"d_loss": 1.2, "g_loss": 0.4, "learning_rate": 1e-4},
+        ),
         ("step=7 loss=4.64 lr=1e-3", 7, {"loss": 4.64, "lr": 0.001}),
         ("step 7 loss tensor(4.64, device='cuda:0', grad_fn=<MeanBackward0>)", 7, {"loss": 4.64}),
         ("{'step': 7, 'loss': np.float64(4.64), 'lr': tensor(0.5)}", 7, {"loss": 4.64, "lr": 0.5}),

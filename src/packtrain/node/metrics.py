@@ -60,10 +60,10 @@ _STEP = re.compile(
 )
 _EPOCH = re.compile(r"(?<![A-Za-z])epoch(?![A-Za-z])['\"\s:=#\[(]*(\d{1,9})(?!\w)", re.IGNORECASE)
 _NUMBER = r"([-+]?(?:\d+\.?\d*|\.\d+)(?:e[-+]?\d+)?|nan|[-+]?inf)(?![\w%]|[:/.,]\d)"  # without a unit, and no time
-_SPLIT = "train|training|val|valid|validation|eval|test"
-# A name may be one of two that differ only in the word before: `train loss: 2.1, val loss: 2.4`.
-_NAMED = re.compile(rf"(?<![\w/.-])(?:({_SPLIT})[ ])?([A-Za-z][\w/.-]*+)['\"]?\s*[:=]\s*{_NUMBER}", re.IGNORECASE)
-_LOSS = re.compile(rf"(?<![\w/.-])(?:({_SPLIT})[ _/])?(loss)\s+{_NUMBER}", re.IGNORECASE)
+_FIRST_WORD = "train|training|val|valid|validation|eval|test|learning|(?-i:[A-Z])"
+# A name may be one of two that differ only in the word before: `train loss: 2.1, val loss: 2.4`, `D loss: 1 G loss: 2`.
+_NAMED = re.compile(rf"(?<![\w/.-])(?:({_FIRST_WORD})[ ])?([A-Za-z][\w/.-]*+)['\"]?\s*[:=]\s*{_NUMBER}", re.IGNORECASE)
+_LOSS = re.compile(rf"(?<![\w/.-])(?:({_FIRST_WORD})[ _/])?(loss)\s+{_NUMBER}", re.IGNORECASE)
 # What prints of a number that a library wraps: `tensor(2.3, device='cuda:0')`, `np.float64(2.3)`.
 _WRAPPED = re.compile(r"\b(?:tensor|Tensor|Array|np\.float\d+)\(\s*([-+\w.]+)[^()]*\)")
 
@@ -101,15 +101,15 @@ def parse_printed(line: LogLine) -> Logged | None:
         return None
     rest = f"{text[: step.start()]} {text[step.end() :]}"
     found = (*_NAMED.findall(rest), *_LOSS.findall(rest))
-    values = {_name_of(split.lower(), name): float(number) for split, name, number in found}
+    values = {_name_of(first_word.lower(), name): float(number) for first_word, name, number in found}
     epoch = _EPOCH.search(rest)
     number = int(step[1].replace(",", ""))
     return Logged(number, line.time, values, int(epoch[1]) if epoch is not None else 0) if values else None
 
 
-def _name_of(split: str, name: str) -> str:
-    if split:
-        return f"{'train' if split == 'training' else split}_{name.lower()}"
+def _name_of(first_word: str, name: str) -> str:
+    if first_word:
+        return f"{'train' if first_word == 'training' else first_word}_{name.lower()}"
     return "loss" if name.lower() == "loss" else name
 
 
