@@ -310,6 +310,8 @@ def test_progress_of_a_program_shows_its_step_and_the_numbers_that_fit_beside_it
     steps = [Point("log", 1, step, step / 2, {names[step - 1]: 1 / step}) for step in range(1, 6)]
     assert logged_line(steps, 90.0) == "  step 5  loss 1.00  val/loss 0.333  score 0.25  2 steps/s  budget 1 min 30 s"
     assert logged_line(steps[:1]) == "  step 1  loss 1.00"
+    evaluated = Point("test", 1, 1, 0.5, {"loss": 0.25})
+    assert logged_line(steps[3:4], evaluation=evaluated) == "  step 4  score 0.25  loss 0.25"
 
 
 def test_progress_of_a_program_shows_the_last_score_that_it_counts_by_epochs(directory_store: Store) -> None:

@@ -480,10 +480,10 @@ def logged_line(steps: Sequence[Point], budget_left: float | None = None, evalua
     latest: dict[str, float] = {}
     for point in steps:
         latest |= point.values
+    losses, name = recent_losses(steps), loss_name(latest)  # of the steps: an evaluation may have a loss of its own
     if evaluation is not None:
         latest |= evaluation.values
-    losses = recent_losses(steps)
-    if (name := loss_name(latest)) is not None:
+    if losses and name is not None:
         latest[name] = sum(losses) / len(losses)
     first, ends = f"  step {steps[-1].step:,}", list[str]()
     if (speed := units_per_second(steps, "steps")) is not None:
