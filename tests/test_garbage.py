@@ -21,12 +21,13 @@ from packtrain.garbage import Unused, delete_from_store, delete_here, unused_her
 from packtrain.pack.manifest import PackFile, find_manifest, missing_files, pack_key, read_manifest
 from packtrain.run import uses
 from packtrain.run.code import archive, unpacked
-from packtrain.run.records import Discarding, JobSource, Result, encode
+from packtrain.run.records import Discarding, JobSource, Result
 from packtrain.run.removal import remove_run, rename_run
 from packtrain.run.run import Run, create_run, run_names
 from packtrain.run.uses import Uses, announced
 from packtrain.start import NewRun
 from packtrain.store import Store, open_store
+from packtrain.store.records import encode
 from packtrain.system import FileLock, this_client
 from parts.faulty import FaultyStore, Killed
 from parts.runs import new_run, program_job, recipe_job

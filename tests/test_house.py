@@ -19,7 +19,7 @@ SOURCE = ROOT / "src" / "packtrain"
 
 # A package or module imports from itself or from those before it in this list, as in docs/architecture.md.
 ORDER = [
-    "errors", "units", "identity", "system", "backoff", "http_server", "store", "job", "run", "pack", "data", "recipes",
+    "errors", "units", "identity", "system", "backoff", "http_server", "store", "job", "pack", "data", "run", "recipes",
     "train", "node", "fleet", "plan", "report", "export", "copies", "fork", "garbage", "start", "sweep", "web", "api",
     "cli",
 ]  # fmt: skip

@@ -32,7 +32,6 @@ from packtrain.report.mirror import metrics_of
 from packtrain.report.notebook import panel_of, runs_table
 from packtrain.report.plot import Axis, plot_of
 from packtrain.report.summary import overview, summarize
-from packtrain.run import records
 from packtrain.run.chunks import encode_line
 from packtrain.run.records import (
     Event,
@@ -49,12 +48,12 @@ from packtrain.run.records import (
     Sample,
     TelemetrySample,
     TimeSpent,
-    decode,
-    encode,
 )
 from packtrain.run.run import Run
 from packtrain.run.sweeps import Rung, Sweep, SweepPlan, Trial, TrialStart
 from packtrain.store import Store, open_store
+from packtrain.store import records as store_records
+from packtrain.store.records import decode, encode
 from packtrain.web.board import Board
 from packtrain.web.endpoints import DashboardEndpoints
 from packtrain.web.news import News
@@ -84,22 +83,22 @@ NUMBERS = [0.0, -0.0, 1.0, 0.5, -1.0, 5e-324, 1e15, 1e22, 1e154, 1e308, -1e308, 
 texts = st.sampled_from([*ODD, "words of a person"])
 labels = st.sampled_from([*NAMES, *ODD])
 numbers = st.sampled_from(NUMBERS)
-counts = st.sampled_from([0, 1, 2, 3, 7, 2**31, 2**53, 2**53 + 1, records.MAX_NUMBER])
-limited = st.sampled_from([0.0, 1.0, 0.5, -1.0, 5e-324, records.MAX_SECONDS, -records.MAX_SECONDS])
+counts = st.sampled_from([0, 1, 2, 3, 7, 2**31, 2**53, 2**53 + 1, store_records.MAX_NUMBER])
+limited = st.sampled_from([0.0, 1.0, 0.5, -1.0, 5e-324, store_records.MAX_SECONDS, -store_records.MAX_SECONDS])
 measurements = st.dictionaries(labels, numbers, max_size=4)
 # Of the types that records have: a field of a new type needs a line here.
 OF_TYPE: list[tuple[Any, st.SearchStrategy[Any]]] = [
-    (records.FileName, st.sampled_from(["a", "b", "000001-rank-0"])),
-    (records.Digest, st.just("0" * 64)),
-    (records.Address, texts),
-    (records.Count, counts),
-    (records.Port, st.sampled_from([0, 65535])),
-    (records.WorkerCount, st.sampled_from([1, 1024])),
-    (records.Number, limited),
-    (records.Time, st.sampled_from([0.0, 1e9, 1e9 + 1, 2e9, 253402300799.0])),
-    (records.Price, st.sampled_from([0.0, 1e-9, 1e9])),
-    (records.Label, labels),
-    (records.Measurements, measurements),
+    (store_records.FileName, st.sampled_from(["a", "b", "000001-rank-0"])),
+    (store_records.Digest, st.just("0" * 64)),
+    (store_records.Address, texts),
+    (store_records.Count, counts),
+    (store_records.Port, st.sampled_from([0, 65535])),
+    (store_records.WorkerCount, st.sampled_from([1, 1024])),
+    (store_records.Number, limited),
+    (store_records.Time, st.sampled_from([0.0, 1e9, 1e9 + 1, 2e9, 253402300799.0])),
+    (store_records.Price, st.sampled_from([0.0, 1e-9, 1e9])),
+    (store_records.Label, labels),
+    (store_records.Measurements, measurements),
 ]
 
 
@@ -154,14 +153,14 @@ points = st.one_of(
         step=counts,
         time=st.just(1e9),
     ),
-    record_of(Point, generation=st.sampled_from([1, 2, records.MAX_NUMBER])),
+    record_of(Point, generation=st.sampled_from([1, 2, store_records.MAX_NUMBER])),
 ).filter(is_valid)
 
 
 @st.composite
 def trainings(draw: st.DrawFn) -> list[Point]:
     """Return the points of a run that trains and evaluates at every step, which is enough to compare it."""
-    start = draw(st.sampled_from([0, 2**53 - 9, records.MAX_NUMBER - 9]))
+    start = draw(st.sampled_from([0, 2**53 - 9, store_records.MAX_NUMBER - 9]))
     found = [Point("start", 1, start, 1e9, draw(measurements.filter(lambda values: "save_seconds" not in values)))]
     for step in range(start + 1, start + 7):
         spans = draw(st.dictionaries(st.sampled_from(["forward_seconds", "save_seconds", "data_seconds"]), limited))

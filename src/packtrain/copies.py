@@ -21,15 +21,17 @@ from threading import Lock, Semaphore
 from typing import Protocol
 
 from packtrain.errors import Mistake, NotFound, PacktrainError
-from packtrain.pack.manifest import find_manifest, pack_key, require_uses
+from packtrain.job.part import FILES
+from packtrain.pack.manifest import find_manifest, pack_key
 from packtrain.run.checkpoint import committed, file_key, manifest_key
-from packtrain.run.inputs import GIVEN, given_keys
+from packtrain.run.inputs import given_keys
 from packtrain.run.liveness import state_of
-from packtrain.run.records import Lease, decode, encode
+from packtrain.run.records import Lease
 from packtrain.run.run import Run
 from packtrain.run.trust import is_remembered, remember
-from packtrain.run.uses import uses_of
+from packtrain.run.uses import require_uses, uses_of
 from packtrain.store import Store
+from packtrain.store.records import decode, encode
 from packtrain.system import cache_directory, sha256_of
 
 _SMALL_BYTES = 4 << 20  # an object without a known digest is compared in memory up to this size
@@ -158,8 +160,8 @@ class _Copier:
     def given(self, run: Run) -> None:
         """Copy the files that model options name, and the data of a program; their keys are their digests."""
         entries = [(key, self._source.entry(key)) for key in given_keys(run.job, self._source)]
-        files = [_Item(key, entry.size, key.removeprefix(GIVEN)) for key, entry in entries if entry is not None]
-        self._look(GIVEN)
+        files = [_Item(key, entry.size, key.removeprefix(FILES)) for key, entry in entries if entry is not None]
+        self._look(FILES)
         self._copy("files that the job names", [item for item in files if self._sizes.get(item.key) != item.size])
 
     def run(self, run: Run, there: Run) -> set[str]:

@@ -27,9 +27,9 @@ from packtrain.pack.manifest import Manifest, find_manifest, pack_key
 from packtrain.recipes import Recipe
 from packtrain.run.checkpoint import FORMAT, Checkpoint, commit, fetch, manifest_key, part_name, parts_of
 from packtrain.run.parent import VOCABULARY_FILE, WEIGHTS_FILE, put_weights, record_of
-from packtrain.run.records import DamagedRecord, decode
 from packtrain.run.run import Run, open_run
 from packtrain.store import Store, open_store
+from packtrain.store.records import DamagedRecord, decode
 from packtrain.system import cache_directory
 from packtrain.train.progress import Progress, reached
 

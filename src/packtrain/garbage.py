@@ -16,9 +16,8 @@ from typing import Literal
 
 from packtrain.data.cache import FileCache
 from packtrain.errors import Mistake
-from packtrain.job.part import is_name
+from packtrain.job.part import FILES, is_name
 from packtrain.run.code import remove_unpacked
-from packtrain.run.inputs import GIVEN
 from packtrain.run.liveness import store_time
 from packtrain.run.run import removed_run
 from packtrain.run.uses import Uses, all_uses, discarding, forget_killed
@@ -77,7 +76,7 @@ def _candidates(store: Store, used: Uses) -> Iterator[tuple[str, str, list[Entry
         if name not in used.packs:
             is_whole = store.exists(f"{PACKS}{name}/manifest.json")
             yield "pack" if is_whole else "unfinished pack", f"{PACKS}{name}", store.list(f"{PACKS}{name}")
-    yield from ((FILE, entry.key, [entry]) for entry in store.list(GIVEN) if entry.key not in used.files)
+    yield from ((FILE, entry.key, [entry]) for entry in store.list(FILES) if entry.key not in used.files)
     for name in store.folders(RUNS):
         if is_name(name) and not store.exists(f"runs/{name}/job.json"):
             kind = "unfinished copy" if removed_run(store, name) is None else REMOVED

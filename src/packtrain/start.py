@@ -28,25 +28,26 @@ from packtrain.job.job import MIN_VOCABULARY, CodeOrigin, Job, Option
 from packtrain.job.kinds import FLEETS, word_of
 from packtrain.job.launchers import command_of, is_python, without_launcher
 from packtrain.job.load import LoadedJob, load_job, text_of
-from packtrain.job.part import is_address
+from packtrain.job.part import FILES, IN_STORE, is_address
 from packtrain.node.deadline import seconds_left, used_up
 from packtrain.pack.build import PackProgress
 from packtrain.pack.fetch import local_copy, local_source
-from packtrain.pack.manifest import Manifest, find_manifest, missing_files, pack_key, require_uses
+from packtrain.pack.manifest import Manifest, find_manifest, missing_files, pack_key
 from packtrain.pack.packing import pack
 from packtrain.pack.workers import Processes, Workers
 from packtrain.recipes import Recipe, check_recipe, recipe_class, recipe_defaults
 from packtrain.report.summary import is_started_here
 from packtrain.run.checkpoint import committed, last_step
 from packtrain.run.code import CodeSnapshot, archive, files_of, git_commit, snapshot
-from packtrain.run.inputs import GIVEN, given_keys, is_remote, keys_of, put_input
+from packtrain.run.inputs import given_keys, is_remote, keys_of, put_input
 from packtrain.run.liveness import fail_launch
-from packtrain.run.records import MAX_RECORD_BYTES, Event, FleetLaunch, JobSource
+from packtrain.run.records import Event, FleetLaunch, JobSource
 from packtrain.run.removal import remove_run
 from packtrain.run.run import Run, create_run, next_run, unnumbered_name
 from packtrain.run.trust import Accept, is_remembered, remember, require_trust
-from packtrain.run.uses import Uses
+from packtrain.run.uses import Uses, require_uses
 from packtrain.store import NoKeys, Store, StoreError, open_store, unreachable_bucket
+from packtrain.store.records import MAX_RECORD_BYTES
 from packtrain.system import cache_directory, expanded, sha256_of, this_client
 from packtrain.system import say as print_line
 from packtrain.train.control import PLACE_VARIABLES
@@ -326,10 +327,10 @@ def prepare(loaded: LoadedJob, store: Store, progress: PackProgress) -> Prepared
     if named:
         options = _stored_options(loaded, store, _local_files(loaded, store, progress.say))
         document["model"] = {**document["model"], **{name: options[name] for name in named}}
-    files = [str(document["model"][name]).removeprefix("store:") for name in named]
+    files = [str(document["model"][name]).removeprefix(IN_STORE) for name in named]
     if loaded.job.inputs:
         document["data"] = _put_inputs(loaded, store, progress.say)
-        stored = [one for one in document["data"].values() if one.startswith("store:")]
+        stored = [one for one in document["data"].values() if one.startswith(IN_STORE)]
         files += [key for address in stored for key in keys_of(store, address)]
     packed = pack_data(loaded, store, progress, Processes())
     if packed is not None:
@@ -711,8 +712,8 @@ def _stored_options(loaded: LoadedJob, store: Store, files: Mapping[str, Path]) 
     """Put the files that model options name into the store, where workers find them; return the changed options."""
     options = dict(loaded.job.model.options)
     for name, file in files.items():
-        key = f"{GIVEN}{sha256_of(file)}"  # by its digest: two runs share one copy
+        key = f"{FILES}{sha256_of(file)}"  # by its digest: two runs share one copy
         if store.entry(key) is None:
             store.put_file(key, file)
-        options[name] = f"store:{key}"
+        options[name] = f"{IN_STORE}{key}"
     return options

@@ -19,9 +19,9 @@ from packtrain.export.deliver import BucketDestination, FolderDestination, Track
 from packtrain.export.model import FORMAT, MANIFEST, ModelManifest, Origin, read_manifest
 from packtrain.fleet.remote import Remote
 from packtrain.run.checkpoint import StoredFile
-from packtrain.run.records import encode
 from packtrain.store import open_store
 from packtrain.store.bucket import BucketStore
+from packtrain.store.records import encode
 from parts.hosts import Host, Network
 from parts.s3 import S3Server, fresh_location
 

@@ -28,9 +28,10 @@ from packtrain.node.metrics import (
 )
 from packtrain.node.program import ProgramCheckpoints
 from packtrain.run.checkpoint import FORMAT, Checkpoint
-from packtrain.run.records import Generation, LogLine, Point, decode
+from packtrain.run.records import Generation, LogLine, Point
 from packtrain.run.run import Run
 from packtrain.store import Store, StoreError
+from packtrain.store.records import decode
 from packtrain.train.control import Control
 from parts.faulty import FaultyStore
 from parts.runs import a_generation, new_run

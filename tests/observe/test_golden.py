@@ -29,10 +29,10 @@ from packtrain.run.records import (
     Point,
     Result,
     Sample,
-    encode,
 )
 from packtrain.run.run import Run, create_run
 from packtrain.store import Store, open_store
+from packtrain.store.records import encode
 from packtrain.web.board import Board
 from packtrain.web.endpoints import DashboardEndpoints
 from packtrain.web.news import News

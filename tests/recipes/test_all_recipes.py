@@ -24,7 +24,7 @@ from packtrain.data.order import Ids, share
 from packtrain.recipes import RECIPES, Batch, Decoding, EvaluationRequest, Measurement, Recipe
 from packtrain.recipes.transformer import Attention
 from packtrain.run.parent import WEIGHTS_FILE, record_of
-from packtrain.run.records import encode
+from packtrain.store.records import encode
 from packtrain.train.engine import Engine
 from packtrain.train.gradient_sync import DdpSettings, DdpSync
 from packtrain.train.progress import Progress

@@ -17,13 +17,13 @@ from pack.corpus import GREETINGS, write_pairs
 from pack.rawsets import class_tars, numbered, picture, tar, write
 from packtrain.data.pack import Pack
 from packtrain.job import Job
+from packtrain.job.part import FILES
 from packtrain.pack.build import PlainProgress
 from packtrain.pack.packing import pack
 from packtrain.pack.workers import InProcess
 from packtrain.recipes import Recipe, recipe_class
 from packtrain.recipes.images import RESNETS
 from packtrain.recipes.resnet import ResNet
-from packtrain.run.inputs import GIVEN
 from packtrain.start import load
 from packtrain.store import open_store
 from packtrain.system import sha256_of
@@ -151,7 +151,7 @@ def recipe_on(job: Job, data: dict[str, Any], folder: Path) -> Recipe:
     options = dict(job.model.options)
     if "weights" in options:
         weights = folder / Path(str(options["weights"])).name
-        key = f"{GIVEN}{sha256_of(weights)}"
+        key = f"{FILES}{sha256_of(weights)}"
         store.put_file(key, weights)
         options["weights"] = f"store:{key}"
     changed = job.model_copy(

@@ -14,9 +14,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from packtrain.run.blocks import PointWriter, decode_points
-from packtrain.run.records import MAX_MEASUREMENT, DamagedRecord, Point, Sample
+from packtrain.run.records import Point, Sample
 from packtrain.run.run import worker_writer
 from packtrain.store import Store, StoreError
+from packtrain.store.records import MAX_MEASUREMENT, DamagedRecord
 from parts.dashboard import a_start, a_step, an_evaluation
 from parts.faulty import FaultyStore
 from parts.runs import new_run, recipe_job

@@ -51,9 +51,9 @@ from packtrain.run.records import (
     TelemetrySample,
     TimeSpent,
     WorkerUse,
-    encode,
 )
 from packtrain.run.run import Run, create_run
+from packtrain.store.records import encode
 from parts.models import commit_model, packed_run
 
 CHANCE = np.random.default_rng(11)

@@ -43,9 +43,10 @@ from packtrain.run.liveness import (
     watch_states,
     without_nodes,
 )  # fmt: skip
-from packtrain.run.records import DamagedRecord, FleetLaunch, Lease, Result
+from packtrain.run.records import FleetLaunch, Lease, Result
 from packtrain.run.run import Run
 from packtrain.store import Store, StoreError, open_store
+from packtrain.store.records import DamagedRecord
 from packtrain.system import FileLock, this_client
 from parts.faulty import FaultyStore
 from parts.runs import a_generation, a_lease, new_run, write_files

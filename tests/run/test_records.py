@@ -8,19 +8,8 @@ from typing import Any, get_args
 
 import pytest
 
-from packtrain.run.records import (
-    EVENT_DISPLAY,
-    DamagedRecord,
-    Event,
-    EventKind,
-    Generation,
-    Point,
-    Result,
-    Sample,
-    decode,
-    decode_many,
-    encode,
-)
+from packtrain.run.records import EVENT_DISPLAY, Event, EventKind, Generation, Point, Result, Sample
+from packtrain.store.records import DamagedRecord, decode, decode_many, encode
 from parts.runs import MEASURED, a_generation
 
 

@@ -12,9 +12,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from packtrain.errors import NotFound, PacktrainError
-from packtrain.run.records import DamagedRecord, Generation, Point, Result, Sample, encode
+from packtrain.run.records import Generation, Point, Result, Sample
 from packtrain.run.run import Run, create_run, open_run, run_names, surviving
 from packtrain.store import ObjectNotFound, Store, open_store
+from packtrain.store.records import DamagedRecord, encode
 from parts.clock import wait_for_tick
 from parts.runs import MEASURED, a_generation, a_lease, new_run, program_job
 

@@ -9,10 +9,10 @@ import pytest
 from packtrain.errors import PacktrainError
 from packtrain.run.code import archive
 from packtrain.run.inputs import InputListing
-from packtrain.run.records import DamagedRecord, encode
 from packtrain.run.run import Run, create_run
 from packtrain.run.uses import Uses, all_uses, announced, discarding, refuse_discarded, uses_of
 from packtrain.store import Store
+from packtrain.store.records import DamagedRecord, encode
 from parts.faulty import FaultyStore
 from parts.runs import new_run, program_job, recipe_job
 

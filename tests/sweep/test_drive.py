@@ -26,7 +26,7 @@ from packtrain.report.sweep import sweep_table
 from packtrain.run.checkpoint import committed
 from packtrain.run.code import archive
 from packtrain.run.liveness import State
-from packtrain.run.records import DamagedRecord, JobSource, Result, encode
+from packtrain.run.records import JobSource, Result
 from packtrain.run.run import Run, open_run
 from packtrain.run.sweeps import (
     DriverBeat,
@@ -43,6 +43,7 @@ from packtrain.run.sweeps import (
 from packtrain.run.trust import refuse, remember, require_trust
 from packtrain.start import NewRun
 from packtrain.store import Store, open_store
+from packtrain.store.records import DamagedRecord, encode
 from packtrain.sweep import drive
 from packtrain.sweep.drive import DriverSeat, SweepDrive, moved
 from packtrain.sweep.plan import SweepRequest, create_sweep, prepare_sweep

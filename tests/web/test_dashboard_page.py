@@ -34,10 +34,10 @@ from packtrain.run.records import (
     Sample,
     Telemetry,
     TelemetrySample,
-    encode,
 )
 from packtrain.run.run import Run
 from packtrain.store import Store, open_store
+from packtrain.store.records import encode
 from packtrain.web.server import DashboardServer
 from parts.browser import CHROMIUM, accessibility_faults, browser_at, expect
 from parts.quiet_network import QuietNetwork, quiet_network

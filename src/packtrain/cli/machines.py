@@ -446,8 +446,8 @@ def node(
 def _steps_printed(run: Run, joined: Node) -> Iterator[None]:
     """Print the steps and scores of a recipe's run if this is its first node, as `packtrain logs -f` does."""
     from packtrain.cli.follow import StepLines
-    from packtrain.run.records import DamagedRecord
     from packtrain.store import StoreError
+    from packtrain.store.records import DamagedRecord
     from packtrain.system import Task, say
 
     over = threading.Event()

@@ -19,10 +19,10 @@ from numpy.typing import NDArray
 from packtrain.data.cache import FileCache, Prefetch
 from packtrain.data.order import Ids
 from packtrain.errors import NotFound, PacktrainError
+from packtrain.job.part import FILES, IN_STORE, STORED_FILE
 from packtrain.pack.manifest import Manifest, PackFile, ShardFile, check_copies, pack_key, read_manifest
 from packtrain.pack.shard import Array, Columns, Ragged, ShardError, open_shard
 from packtrain.pack.vocabulary import Vocabulary
-from packtrain.run.inputs import GIVEN
 from packtrain.store import Store
 from packtrain.system import FileLock
 
@@ -78,13 +78,13 @@ class Pack:
 
         Never a path of this machine: the job is in the store, too, and its writers may not read files here.
         """
-        key = path.removeprefix("store:")
-        if not path.startswith(f"store:{GIVEN}"):
+        key = path.removeprefix(IN_STORE)
+        if not path.startswith(STORED_FILE):
             raise PacktrainError(f"the job names the file {path!r}, which is not in {self._store.url}; start it again")
         entry = self._store.entry(key)
         if entry is None:
             raise NotFound(f"{key} not found in {self._store.url}; the run needs it")
-        return self._cache.path_of(self._store, key, PackFile(path, entry.size, key.removeprefix(GIVEN)))
+        return self._cache.path_of(self._store, key, PackFile(path, entry.size, key.removeprefix(FILES)))
 
     def _recheck(self, file: PackFile) -> None:
         self._path_of(file, is_suspect=True)

@@ -45,9 +45,9 @@ from packtrain.recipes.statistics import Floats
 from packtrain.report.summary import overview
 from packtrain.run.checkpoint import Checkpoint, StoredFile, fetch
 from packtrain.run.liveness import state_of
-from packtrain.run.records import encode
 from packtrain.run.run import Run
 from packtrain.run.trust import Accept, refuse
+from packtrain.store.records import encode
 from packtrain.system import sha256_of
 
 if TYPE_CHECKING:

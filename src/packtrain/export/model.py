@@ -30,7 +30,7 @@ from packtrain.pack.manifest import Manifest, PackFile
 from packtrain.recipes import Recipe, recipe_class
 from packtrain.recipes.recipe import Network
 from packtrain.run.checkpoint import StoredFile
-from packtrain.run.records import Count, DamagedRecord, Digest, FileName, Label, Many, Measurements, Time, decode
+from packtrain.store.records import Count, DamagedRecord, Digest, FileName, Label, Many, Measurements, Time, decode
 from packtrain.system import sha256_of
 
 if TYPE_CHECKING:

@@ -17,10 +17,10 @@ from packtrain.fleet.fleet import Say, silent
 from packtrain.job.job import FleetSettings
 from packtrain.job.kinds import FLEETS, FleetKind, kind_class, word_of
 from packtrain.run.liveness import LEASE_LOST_SECONDS, finish_unattended, state_now
-from packtrain.run.records import DamagedRecord, damaged
 from packtrain.run.run import Run
 from packtrain.run.trust import trusts_fleet
 from packtrain.store import StoreError
+from packtrain.store.records import DamagedRecord, damaged
 from packtrain.system import this_client
 
 _LEAVE_SECONDS = 4 * LEASE_LOST_SECONDS  # for nodes that this client cannot end, but that see the stop request

@@ -55,8 +55,12 @@ OWN_RECIPE_PATTERN = f"^{_OWN_RECIPE.pattern}$"
 _ADDRESS = re.compile(r"[A-Za-z][A-Za-z0-9+.-]*://|store:")
 _CONTROL = re.compile("[\x00-\x1f\x7f-\x9f\ud800-\udfff]")
 _NUMBER = re.compile(r"[-+]?[0-9]+(\.[0-9]*)?([eE][-+]?[0-9]+)?")
-_INPUT_SCHEMES = ("s3://", "gs://", "az://", "store:files/")
-_DATA_SCHEMES = ("s3://", "gs://", "az://", "http://", "https://", "store:")
+FILES = "files/"
+"""The folder of a store with the files that jobs name, such as pretrained weights, each under its SHA-256."""
+IN_STORE = "store:"
+STORED_FILE = f"{IN_STORE}{FILES}"
+_INPUT_SCHEMES = ("s3://", "gs://", "az://", STORED_FILE)
+_DATA_SCHEMES = ("s3://", "gs://", "az://", "http://", "https://", IN_STORE)
 
 
 def is_name(text: str) -> bool:

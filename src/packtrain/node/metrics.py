@@ -24,18 +24,9 @@ import psutil
 from packtrain.node.event_file import EventFile, Scalar
 from packtrain.run.checkpoint import Checkpoint
 from packtrain.run.chunks import ChunkWriter
-from packtrain.run.records import (
-    MAX_NUMBER,
-    MAX_SECONDS,
-    DamagedRecord,
-    Generation,
-    LogLine,
-    Point,
-    TellEvent,
-    evaluates,
-    loss_name,
-)
+from packtrain.run.records import Generation, LogLine, Point, TellEvent, evaluates, loss_name
 from packtrain.run.run import Run, worker_writer
+from packtrain.store.records import MAX_NUMBER, MAX_SECONDS, DamagedRecord
 from packtrain.train.control import Control
 
 MAX_NAMES = 1000

@@ -50,21 +50,10 @@ from packtrain.node.workspace import Workspace
 from packtrain.run.checkpoint import Superseded, last_step, remove_uncommitted
 from packtrain.run.chunks import Flusher
 from packtrain.run.outputs import newest_list, remove_unlisted
-from packtrain.run.records import (
-    MAX_RECORD_BYTES,
-    Cause,
-    DamagedRecord,
-    Event,
-    EventKind,
-    Generation,
-    Lease,
-    LogLine,
-    NodeReport,
-    Result,
-    Status,
-)
+from packtrain.run.records import Cause, Event, EventKind, Generation, Lease, LogLine, NodeReport, Result, Status
 from packtrain.run.run import Run
 from packtrain.store import StoreError
+from packtrain.store.records import MAX_RECORD_BYTES, DamagedRecord
 from packtrain.system import Task, machine_id, say
 from packtrain.units import counted
 

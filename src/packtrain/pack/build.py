@@ -20,8 +20,8 @@ from packtrain.pack.manifest import Drops, PackFile, RawText, ShardFile, Split, 
 from packtrain.pack.raw import DropCounter
 from packtrain.pack.shard import Columns, encode_shard, names_digest
 from packtrain.pack.workers import Workers
-from packtrain.run.records import DamagedRecord, Many, decode
 from packtrain.store import Store
+from packtrain.store.records import DamagedRecord, Many, decode
 
 Advance = Callable[[int], None]
 Sources = tuple[Source, ...]

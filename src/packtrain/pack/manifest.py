@@ -10,9 +10,8 @@ from typing import Annotated, Any, Literal
 from pydantic import Field
 
 from packtrain.errors import NotFound, PacktrainError
-from packtrain.run.records import Count, DamagedRecord, Digest, FileName, Many, decode
-from packtrain.run.uses import Uses, refuse_discarded
 from packtrain.store import Store
+from packtrain.store.records import Count, DamagedRecord, Digest, FileName, Many, decode
 
 FORMAT = 4
 _MAX_BYTES = 128 << 20  # of a manifest: more than 10 TB of images
@@ -184,16 +183,3 @@ def read_manifest(store: Store, pack: str) -> Manifest:
     if manifest is None:
         raise NotFound(f"pack {pack} not found in {store.url}; make it with `packtrain pack JOB`")
     return manifest
-
-
-def require_uses(store: Store, used: Uses) -> None:
-    """Refuse a new run, which is in the store already, if a `packtrain gc` deletes what it uses, or has done so."""
-    refuse_discarded(store, used)
-    # After that: what was deleted since the run looked for it is missing, or its deletion is still announced.
-    for pack in sorted(used.packs):
-        manifest = find_manifest(store, pack)
-        if manifest is None or missing_files(store, manifest):
-            raise NotFound(f"pack {pack} was just deleted from {store.url}; run the same command again")
-    for key in sorted(used.files):
-        if not store.exists(key):
-            raise NotFound(f"{key} was just deleted from {store.url}; run the same command again")

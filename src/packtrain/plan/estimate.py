@@ -18,7 +18,8 @@ from typing import Literal
 from packtrain.job.job import Job
 from packtrain.plan.devices import DeviceKind, Hardware, Link
 from packtrain.recipes.recipe import Family
-from packtrain.run.records import Forecast, Many
+from packtrain.run.records import Forecast
+from packtrain.store.records import Many
 from packtrain.units import Duration, show_bytes, show_dollars, show_seconds, show_speed
 
 Limit = Literal["compute", "network", "data", "memory"]

@@ -30,8 +30,9 @@ from packtrain.plan.estimate import (
 )
 from packtrain.plan.sizes import known_data, known_model
 from packtrain.plan.workload import workload_of
-from packtrain.run.records import MAX_RECORD_BYTES, Forecast, Many, decode, encode
+from packtrain.run.records import Forecast
 from packtrain.run.run import Run
+from packtrain.store.records import MAX_RECORD_BYTES, Many, decode, encode
 from packtrain.system import cache_directory
 
 _FORMAT = 2

@@ -37,8 +37,8 @@ from packtrain.recipes import EvaluationRequest, Recipe, recipe_class
 from packtrain.recipes.pairs import PairRecipe
 from packtrain.recipes.recipe import training_order
 from packtrain.run.code import unpacked
-from packtrain.run.records import MAX_RECORD_BYTES, decode, encode
 from packtrain.store import Store, open_store
+from packtrain.store.records import MAX_RECORD_BYTES, decode, encode
 from packtrain.system import cache_directory, usable_cores
 from packtrain.units import counted
 

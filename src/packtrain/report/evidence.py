@@ -25,9 +25,9 @@ from packtrain.run.records import (
     Result,
     TelemetrySample,
     TimeSpent,
-    decode,
 )
 from packtrain.run.run import Run, surviving
+from packtrain.store.records import decode
 from packtrain.units import counted
 
 STEP_SPANS = ("data", "forward", "backward", "communication", "wait", "optimizer", "other")

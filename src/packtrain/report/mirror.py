@@ -34,8 +34,9 @@ from packtrain.job.secrets import names_secret
 from packtrain.report import write_report
 from packtrain.report.summary import step_seconds
 from packtrain.run.checkpoint import last_step
-from packtrain.run.records import DamagedRecord, Generation, MirroredRun, Point, Result
+from packtrain.run.records import Generation, MirroredRun, Point, Result
 from packtrain.run.run import Run, surviving
+from packtrain.store.records import DamagedRecord
 from packtrain.system import say
 
 if TYPE_CHECKING:

@@ -16,8 +16,9 @@ from packtrain.report.goodput import Goodput, goodput
 from packtrain.report.score import Score, better_score, score_of, scores_of
 from packtrain.run.checkpoint import last_step
 from packtrain.run.liveness import State
-from packtrain.run.records import DamagedRecord, Generation, Lease, Notes, Point, Result, evaluates, loss_name
+from packtrain.run.records import Generation, Lease, Notes, Point, Result, evaluates, loss_name
 from packtrain.run.run import Run, surviving
+from packtrain.store.records import DamagedRecord
 from packtrain.system import this_client
 from packtrain.units import counted
 

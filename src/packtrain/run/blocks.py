@@ -16,8 +16,9 @@ from typing import TYPE_CHECKING, Any
 from pydantic import ConfigDict, TypeAdapter
 
 from packtrain.run.chunks import ChunkReader, ChunkWriter, encode_line, lines_of
-from packtrain.run.records import MAX_MEASUREMENT, Count, DamagedRecord, Label, Many, Point, decode, decode_many
+from packtrain.run.records import Point
 from packtrain.store import Store
+from packtrain.store.records import MAX_MEASUREMENT, Count, DamagedRecord, Label, Many, decode, decode_many
 
 if TYPE_CHECKING:
     import numpy as np

@@ -16,9 +16,10 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from packtrain.errors import Mistake, PacktrainError
-from packtrain.run.records import Count, DamagedRecord, Digest, FileName, Generation, Many, Measurement, decode, encode
+from packtrain.run.records import Generation
 from packtrain.run.run import Run
 from packtrain.store import DamagedObject, ObjectNotFound, is_key
+from packtrain.store.records import Count, DamagedRecord, Digest, FileName, Many, Measurement, decode, encode
 from packtrain.system import sha256_of
 
 FORMAT = 2

@@ -15,8 +15,8 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, Generic, Protocol
 
-from packtrain.run.records import DamagedRecord, Record, decode_many
 from packtrain.store import Entry, Store, StoreError
+from packtrain.store.records import DamagedRecord, Record, decode_many
 from packtrain.units import show_bytes
 
 MAX_CHUNK_BYTES = 4 << 20

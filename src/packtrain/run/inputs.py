@@ -14,14 +14,13 @@ from pathlib import Path
 
 from packtrain.errors import Mistake
 from packtrain.job import Job
+from packtrain.job.part import FILES, IN_STORE, STORED_FILE
 from packtrain.run.checkpoint import StoredFile
-from packtrain.run.records import MAX_RECORD_BYTES, Many, decode, encode
 from packtrain.store import DamagedObject, Entry, Store, is_key, open_store
+from packtrain.store.records import MAX_RECORD_BYTES, Many, decode, encode
 from packtrain.system import FileLock, sha256_of
 from packtrain.units import counted, show_bytes
 
-GIVEN = "files/"  # the folder of files that jobs name, such as pretrained weights, by digest
-_STORED = f"store:{GIVEN}"
 _LISTING_BYTES = 16 * MAX_RECORD_BYTES
 _BUCKETS = ("s3://", "gs://", "az://")
 
@@ -36,7 +35,7 @@ class InputListing:
 
 def is_remote(address: str) -> bool:
     """True if machines can fetch it, and False for a path of one machine."""
-    return address.startswith((*_BUCKETS, _STORED))
+    return address.startswith((*_BUCKETS, STORED_FILE))
 
 
 def put_input(store: Store, path: Path, say: Callable[[str], None]) -> str:
@@ -46,19 +45,19 @@ def put_input(store: Store, path: Path, say: Callable[[str], None]) -> str:
         raise Mistake(f"{path.parent / odd}: a store cannot have an object of this name; rename the file")
     size = sum(one.stat().st_size for one in files.values())
     say(f"reading {path} ({counted(len(files), 'file')}, {show_bytes(size)})")
-    present = {entry.key for entry in store.list(GIVEN)}
+    present = {entry.key for entry in store.list(FILES)}
     stored = []
     for name, one in sorted(files.items()):
         digest = sha256_of(one)
-        if f"{GIVEN}{digest}" not in present:  # another run, or another file of this one, has the same contents
-            store.put_file(f"{GIVEN}{digest}", one)
-            present.add(f"{GIVEN}{digest}")
+        if f"{FILES}{digest}" not in present:  # another run, or another file of this one, has the same contents
+            store.put_file(f"{FILES}{digest}", one)
+            present.add(f"{FILES}{digest}")
         stored.append(StoredFile(name, one.stat().st_size, digest))
     listing = encode(InputListing(path.name, tuple(stored)))
-    key = f"{GIVEN}{hashlib.sha256(listing).hexdigest()}"
+    key = f"{FILES}{hashlib.sha256(listing).hexdigest()}"
     if key not in present:
         store.put(key, listing)
-    return f"store:{key}"
+    return f"{IN_STORE}{key}"
 
 
 def _files_of(path: Path) -> Iterator[tuple[str, Path]]:
@@ -78,9 +77,9 @@ def _files_of(path: Path) -> Iterator[tuple[str, Path]]:
 
 
 def listing_of(store: Store, address: str) -> InputListing:
-    key = address.removeprefix("store:")
+    key = address.removeprefix(IN_STORE)
     data = store.get(key, _LISTING_BYTES)
-    if hashlib.sha256(data).hexdigest() != key.removeprefix(GIVEN):
+    if hashlib.sha256(data).hexdigest() != key.removeprefix(FILES):
         raise DamagedObject(f"{store.url}: object {key!r} does not match its digest; it is damaged there")
     listing = decode(InputListing, data, f"{key} in {store.url}")
     # Whoever can write the store can write a listing: its names become paths.
@@ -91,16 +90,16 @@ def listing_of(store: Store, address: str) -> InputListing:
 
 def keys_of(store: Store, address: str) -> list[str]:
     """Return the keys of everything that an address in the store needs."""
-    files = [f"{GIVEN}{file.sha256}" for file in listing_of(store, address).files]
-    return [address.removeprefix("store:"), *dict.fromkeys(files)]
+    files = [f"{FILES}{file.sha256}" for file in listing_of(store, address).files]
+    return [address.removeprefix(IN_STORE), *dict.fromkeys(files)]
 
 
 def given_keys(job: Job, store: Store) -> list[str]:
     """Return the keys of the files that a job names: those of model options, and the data of a program."""
     options = job.model.options.values() if job.recipe is not None else ()
-    keys = {one.removeprefix("store:") for one in options if isinstance(one, str) and one.startswith(_STORED)}
+    keys = {one.removeprefix(IN_STORE) for one in options if isinstance(one, str) and one.startswith(STORED_FILE)}
     for address in job.inputs.values():
-        if address.startswith(_STORED):
+        if address.startswith(STORED_FILE):
             keys.update(keys_of(store, address))
     # The job is in the store, where others may write: it may name anything.
     return sorted(key for key in keys if is_key(key))
@@ -116,7 +115,9 @@ def staged(address: str, store: Store, cache: Path) -> Path:
     directory.mkdir(parents=True, exist_ok=True)
     with FileLock(directory / ".lock", wait=True):  # nodes of other runs may fetch the same
         os.utime(directory / ".lock")  # the time of its last use, for `packtrain gc`
-        return _fetch_listing(address, store, directory) if address.startswith(_STORED) else _fetch(address, directory)
+        if address.startswith(STORED_FILE):
+            return _fetch_listing(address, store, directory)
+        return _fetch(address, directory)
 
 
 def _fetch_listing(address: str, store: Store, directory: Path) -> Path:
@@ -126,10 +127,10 @@ def _fetch_listing(address: str, store: Store, directory: Path) -> Path:
         if path.is_file() and path.stat().st_size == file.bytes:
             continue  # it was checked when it was fetched
         path.parent.mkdir(parents=True, exist_ok=True)
-        store.get_file(f"{GIVEN}{file.sha256}", path, limit=file.bytes)
+        store.get_file(f"{FILES}{file.sha256}", path, limit=file.bytes)
         if sha256_of(path) != file.sha256:
             path.unlink()
-            raise DamagedObject(f"{store.url}: {GIVEN}{file.sha256} does not match its digest; it is damaged there")
+            raise DamagedObject(f"{store.url}: {FILES}{file.sha256} does not match its digest; it is damaged there")
     return directory / "files" / listing.name
 
 

@@ -1,131 +1,39 @@
 """The records in a run's folder: leases, generations, events, metrics, times, logs, the result.
 
-Every type here is stored as JSON by `run.py` (one object each) or `chunks.py` (streams of lines).
-
-Anyone who can write the store can write a record, so every one is read by `decode`, which refuses what no writer of
-Packtrain would write: wrong types, unknown words, numbers out of range, names that are paths. Who reads a record can
-rely on that.
+Every type here is stored as JSON by `run.py` (one object each) or `chunks.py` (streams of lines), and checked when it
+is read (store/records.py).
 """
 
 from __future__ import annotations
 
-import json
 import math
 from collections.abc import Callable, Container, Mapping
-from dataclasses import asdict, dataclass, field
-from typing import Annotated, Any, Literal, TypeVar
+from dataclasses import dataclass, field
+from typing import Annotated, Any, Literal
 
-from pydantic import AfterValidator, FailFast, Field, TypeAdapter, ValidationError, model_validator
+from pydantic import Field, model_validator
 
-from packtrain.errors import PacktrainError, printable
-from packtrain.store import is_key
-from packtrain.units import MAX_WORKERS
+from packtrain.store.records import (
+    Address,
+    Count,
+    Digest,
+    FileName,
+    Label,
+    Many,
+    Measurement,
+    Measurements,
+    Number,
+    Port,
+    Price,
+    Seconds,
+    Time,
+    WorkerCount,
+)
 
-Record = TypeVar("Record")
-Item = TypeVar("Item")
-
-MAX_RECORD_BYTES = 4 << 20
-"""Of one object; a generation of 10,000 machines has 1 MB."""
-MAX_NUMBER = 2**63 - 1
-MAX_SECONDS = 1e15
-MAX_MEASUREMENT = 1e150
-"""A measurement beyond it counts as infinite: its square, or the sum of many, would overflow in every view."""
-_MAX_TIME = 253402300799.0  # the last second of the year 9999, the last that calendars of Python know
-_NAME_LENGTH = 200
-_MAX_ERRORS = 1000
 MAX_PICTURE_BYTES = 32 << 10
 """Of the JPEG of a sample."""
 MAX_GRID_SIDE = 32
 """Of a grid of attention."""
-
-
-def _file_name(text: str) -> str:
-    # A name from the store becomes a part of keys and paths: with a slash it could lead elsewhere.
-    if not is_key(text) or "/" in text:
-        raise ValueError("is not a file name")
-    return text
-
-
-def _measurements(values: dict[str, float]) -> dict[str, float]:
-    # A loss may be infinite, but times are added, compared and shown as dates and hours.
-    if not all(abs(value) <= MAX_SECONDS for name, value in values.items() if name.endswith("_seconds")):
-        raise ValueError("a time is out of range")
-    return values
-
-
-def _measurement(value: float) -> float:
-    return math.copysign(math.inf, value) if abs(value) > MAX_MEASUREMENT else value
-
-
-FileName = Annotated[str, Field(max_length=_NAME_LENGTH), AfterValidator(_file_name)]
-Digest = Annotated[str, Field(pattern="^[0-9a-f]{64}$")]
-"""A SHA-256."""
-Address = Annotated[str, Field(max_length=255)]
-Count = Annotated[int, Field(ge=0, le=MAX_NUMBER)]
-Port = Annotated[int, Field(ge=0, le=65535)]
-WorkerCount = Annotated[int, Field(ge=1, le=MAX_WORKERS)]
-Number = Annotated[float, Field(ge=-MAX_SECONDS, le=MAX_SECONDS, allow_inf_nan=False)]
-Time = Annotated[float, Field(ge=0, le=_MAX_TIME, allow_inf_nan=False)]
-"""Seconds since 1970."""
-Seconds = Number
-"""May be slightly negative: a span is the difference of two clocks."""
-Price = Annotated[float, Field(ge=0, le=1e9, allow_inf_nan=False)]
-Many = Annotated[tuple[Item, ...], FailFast()]
-"""Refused at the first one that is wrong: a list of millions would make millions of errors."""
-Label = Annotated[str, Field(max_length=_NAME_LENGTH)]
-GridSide = Annotated[int, Field(ge=1, le=MAX_GRID_SIDE)]
-Measurement = Annotated[float, AfterValidator(_measurement)]
-Measurements = Annotated[dict[Label, Measurement], AfterValidator(_measurements)]
-
-
-class DamagedRecord(PacktrainError):
-    """A record that Packtrain did not write, or not this version of it."""
-
-
-_ADAPTERS: dict[tuple[type, bool], TypeAdapter[Any]] = {}
-
-
-def decode(kind: type[Record], data: bytes, what: str) -> Record:
-    """Return the record; DamagedRecord names `what` and the first field that is wrong."""
-    record: Record = _decoded(kind, False, data, what)
-    return record
-
-
-def decode_many(kind: type[Record], data: bytes, what: str) -> list[Record]:
-    """Return the records of a list."""
-    return list(_decoded(kind, True, data, what))
-
-
-def _decoded(kind: type, many: bool, data: bytes, what: str) -> Any:
-    if (kind, many) not in _ADAPTERS:  # making one takes far longer than using it
-        _ADAPTERS[kind, many] = TypeAdapter(Many[kind] if many else kind)  # type: ignore[valid-type]
-    try:
-        return _ADAPTERS[kind, many].validate_json(data, strict=True)
-    except ValidationError as error:
-        raise damaged(what, error) from error
-
-
-def decode_name(data: bytes, what: str) -> str:
-    """Return a name that is stored as plain text."""
-    try:
-        return _file_name(data.decode())
-    except ValueError as error:
-        raise DamagedRecord(f"{what} is damaged: it is not a name") from error
-
-
-def damaged(what: str, error: ValidationError) -> DamagedRecord:
-    place = ""
-    if error.error_count() <= _MAX_ERRORS:  # all of them are made to see the first
-        first, *_ = error.errors(include_url=False, include_context=False, include_input=False)
-        place = ".".join(map(str, first["loc"]))
-    where = f" (field {printable(place, 60)})" if place else ""
-    return DamagedRecord(f"{what} is damaged, or from another version{where}")
-
-
-def encode(record: Any) -> bytes:
-    # Half a character, as in the output of a program, becomes `?`: as an escape, `decode` would refuse the record.
-    return json.dumps(asdict(record), indent=1, ensure_ascii=False).encode(errors="replace")
-
 
 Cause = Literal[
     "start", "resumed", "joined", "preempted", "ended",  # not failures
@@ -345,7 +253,7 @@ class Event:
 
 # Metrics, times and logs.
 
-
+GridSide = Annotated[int, Field(ge=1, le=MAX_GRID_SIDE)]
 Grid = Annotated[str, Field(pattern="^[A-Za-z0-9+/]*={0,2}$")]
 """Base64 of one byte per cell, row by row: 255 is the most attention of this grid, 0 is none."""
 
@@ -379,7 +287,6 @@ class Sample:
 
 
 _OF_A_STEP = {"loss", "rate", "epoch", "elapsed_seconds", "step_seconds"}
-
 
 _LOSSES = ("loss", "train/loss", "train_loss", "loss/train", "train_loss_step")  # as programs and their tools call it
 _EVALUATED = ("val", "eval", "test", "acc")  # the start of a number that says how good a program's model is

@@ -30,8 +30,6 @@ from packtrain.run.chunks import ChunkReader, ChunkWriter
 from packtrain.run.code import MAX_SNAPSHOT_BYTES
 from packtrain.run.records import (
     MAX_PICTURE_BYTES,
-    MAX_RECORD_BYTES,
-    DamagedRecord,
     Event,
     EventKind,
     FleetLaunch,
@@ -49,10 +47,6 @@ from packtrain.run.records import (
     StopRequest,
     TelemetrySample,
     TimeSpent,
-    damaged,
-    decode,
-    decode_name,
-    encode,
 )
 from packtrain.store import (
     RECORD_BYTES,
@@ -64,6 +58,7 @@ from packtrain.store import (
     store_option,
     stores_nearby,
 )
+from packtrain.store.records import MAX_RECORD_BYTES, DamagedRecord, damaged, decode, decode_name, encode
 from packtrain.system import to_type
 from packtrain.units import show_time
 

@@ -23,7 +23,10 @@ from pydantic import model_validator
 from packtrain.errors import Mistake, NotFound, nearest, quoted
 from packtrain.job.part import is_name
 from packtrain.run.code import MAX_SNAPSHOT_BYTES
-from packtrain.run.records import (
+from packtrain.run.records import Result
+from packtrain.run.run import Run, removed_key, removed_run
+from packtrain.store import Store
+from packtrain.store.records import (
     MAX_RECORD_BYTES,
     Count,
     DamagedRecord,
@@ -31,14 +34,11 @@ from packtrain.run.records import (
     Label,
     Many,
     Number,
-    Result,
     Time,
     decode,
     decode_name,
     encode,
 )
-from packtrain.run.run import Run, removed_key, removed_run
-from packtrain.store import Store
 
 MAX_TRIALS = 1000
 PAUSED = "paused by sweep"

@@ -7,8 +7,7 @@ from collections.abc import Iterable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 
-from packtrain.job.part import is_name
-from packtrain.run.inputs import GIVEN
+from packtrain.job.part import FILES, is_name
 from packtrain.store import Entry, Store
 
 PARTS: Mapping[str, tuple[str, ...]] = {
@@ -63,12 +62,12 @@ def store_usage(store: Store) -> StoreUsage:
     """List everything in a store, run by run: a list of all at once could be too large for memory."""
     runs = [name for name in store.folders("runs/") if is_name(name)]
     packs = store.folders("packs/")
-    others = [name for name in store.folders("") if f"{name}/" not in ("runs/", "packs/", GIVEN)]
+    others = [name for name in store.folders("") if f"{name}/" not in ("runs/", "packs/", FILES)]
     with ThreadPoolExecutor(_READERS) as readers:
         return StoreUsage(
             tuple(readers.map(lambda name: usage_of(name, store.list(f"runs/{name}")), runs)),
             dict(zip(packs, readers.map(lambda name: _bytes(store, f"packs/{name}"), packs), strict=True)),
-            _bytes(store, GIVEN),
+            _bytes(store, FILES),
             sum(_bytes(store, name) for name in others),
         )
 

@@ -1,9 +1,9 @@
 """The packs and files that runs use, and how their deletion and a run that starts now keep out of each other's way.
 
 Whoever deletes puts a record under `discarding/` and then reads what runs use. Whoever creates, copies or renames a run
-puts it, then reads those records, and then looks whether all that it uses is still there (`require_uses` in
-pack/manifest.py). So they see each other, whatever the order: the deletion spares what is used, or the run sees the
-record, or it sees what a deletion that is over has deleted.
+puts it, then reads those records, and then looks whether all that it uses is still there (`require_uses`). So they see
+each other, whatever the order: the deletion spares what is used, or the run sees the record, or it sees what a deletion
+that is over has deleted.
 
 A record goes only when its deletion has ended. It names a lock on its machine, so that the next deletion there knows
 which ones were killed.
@@ -20,10 +20,12 @@ from pathlib import Path
 
 from packtrain.errors import NotFound, PacktrainError
 from packtrain.job.part import is_name
+from packtrain.pack.manifest import find_manifest, missing_files
 from packtrain.run.inputs import given_keys
-from packtrain.run.records import MAX_RECORD_BYTES, DamagedRecord, Discarding, decode, decode_name, encode
+from packtrain.run.records import Discarding
 from packtrain.run.run import Run
 from packtrain.store import DamagedObject, Entry, ObjectNotFound, Store
+from packtrain.store.records import MAX_RECORD_BYTES, DamagedRecord, decode, decode_name, encode
 from packtrain.system import FileLock, cache_directory, is_free, this_client
 from packtrain.units import show_time
 
@@ -125,6 +127,19 @@ def refuse_discarded(store: Store, used: Uses) -> None:
             since = f"(by {record.client} since {show_time(record.time)}, {entry.key})"
             advice = "try again when it is done; if it was killed, run `packtrain gc` again"
             raise PacktrainError(f"`packtrain gc` is deleting {names[0]}, which the run needs {since}; {advice}")
+
+
+def require_uses(store: Store, used: Uses) -> None:
+    """Refuse a new run, which is in the store already, if a `packtrain gc` deletes what it uses, or has done so."""
+    refuse_discarded(store, used)
+    # After that: what was deleted since the run looked for it is missing, or its deletion is still announced.
+    for pack in sorted(used.packs):
+        manifest = find_manifest(store, pack)
+        if manifest is None or missing_files(store, manifest):
+            raise NotFound(f"pack {pack} was just deleted from {store.url}; run the same command again")
+    for key in sorted(used.files):
+        if not store.exists(key):
+            raise NotFound(f"{key} was just deleted from {store.url}; run the same command again")
 
 
 def announced(store: Store) -> list[tuple[Entry, Discarding]]:

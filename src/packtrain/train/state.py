@@ -14,8 +14,8 @@ from torch import Tensor, nn
 
 from packtrain.errors import Mistake
 from packtrain.run.checkpoint import CorruptCheckpoint, part_name, whole_name
-from packtrain.run.records import DamagedRecord, decode
 from packtrain.store import RECORD_BYTES
+from packtrain.store.records import DamagedRecord, decode
 from packtrain.train.engine import Engine
 from packtrain.train.optimizer import load_optimizer, optimizer_tensors, refuse_unknown
 from packtrain.train.precision import LossScaleState

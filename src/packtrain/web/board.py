@@ -39,10 +39,11 @@ from packtrain.run.blocks import decode_points, parts_of
 from packtrain.run.checkpoint import committed, is_scored
 from packtrain.run.chunks import ChunkFollower, chunk_keys
 from packtrain.run.liveness import State, StateWatch
-from packtrain.run.records import DamagedRecord, Notes, Point, Result, loss_name
+from packtrain.run.records import Notes, Point, Result, loss_name
 from packtrain.run.run import Run, surviving
 from packtrain.run.sweeps import sweep_of
 from packtrain.store import Store
+from packtrain.store.records import DamagedRecord
 from packtrain.web.reader import is_away
 
 Row = dict[str, Any]

@@ -11,9 +11,10 @@ from dataclasses import dataclass
 from typing import Any
 
 from packtrain.run.chunks import lines_of
-from packtrain.run.records import DamagedRecord, LogLine, decode_many
+from packtrain.run.records import LogLine
 from packtrain.run.run import Run
 from packtrain.store import DamagedObject
+from packtrain.store.records import DamagedRecord, decode_many
 
 _LINES_SECONDS = 1.0
 _MAX_TEXT = 4000

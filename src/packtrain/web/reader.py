@@ -19,19 +19,10 @@ from packtrain.errors import PacktrainError
 from packtrain.report.goodput import Goodput, goodput
 from packtrain.run.blocks import PointBlock, decode_points, parts_of
 from packtrain.run.chunks import ChunkFollower, lines_of
-from packtrain.run.records import (
-    DamagedRecord,
-    Event,
-    Generation,
-    Point,
-    Sample,
-    Telemetry,
-    TelemetrySample,
-    TimeSpent,
-    decode_many,
-)
+from packtrain.run.records import Event, Generation, Point, Sample, Telemetry, TelemetrySample, TimeSpent
 from packtrain.run.run import Run
 from packtrain.store import StoreError
+from packtrain.store.records import DamagedRecord, decode_many
 from packtrain.web.table import Floats, Numbers, Rows, Table, UseOverTime
 
 KINDS = ("train", "valid", "test", "log")
