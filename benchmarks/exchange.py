@@ -29,11 +29,11 @@ import bench
 import example
 import packtrain
 from packtrain.data.loader import Order, Position, rank_batches
+from packtrain.process import end_process
 from packtrain.recipes import Recipe
 from packtrain.train.engine import Engine
 from packtrain.train.evaluator import evaluate
 from packtrain.train.progress import Progress
-from packtrain.train.worker import end_process
 from packtrain.train.world import World
 
 ALONE = "one machine"

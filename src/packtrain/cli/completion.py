@@ -9,7 +9,6 @@ from __future__ import annotations
 import json
 import os
 import re
-import sys
 import threading
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
@@ -19,6 +18,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
+
+from packtrain.process import end_process
 
 if TYPE_CHECKING:
     from packtrain.store import Store
@@ -44,7 +45,7 @@ def completion(
     ] = None,
 ) -> None:
     """Print a shell script that completes commands, runs and fields."""
-    from packtrain.errors import Mistake, nearest
+    from packtrain.errors import EXIT_DONE, Mistake, nearest
 
     if shell not in SHELLS:
         raise Mistake(f"completion: unknown shell {shell[:60]!r}; {nearest(shell, SHELLS)}")
@@ -54,8 +55,7 @@ def completion(
     with suppress(Exception):  # whatever is wrong, the person is in the middle of a line
         for one in candidates(context.find_root().command, words):
             print(one.value if shell == "bash" or not one.help else f"{one.value}\t{one.help}")
-    sys.stdout.flush()
-    os._exit(0)  # a store that does not answer may still be asked
+    end_process(EXIT_DONE)  # a store that does not answer may still be asked
 
 
 @dataclass(frozen=True)

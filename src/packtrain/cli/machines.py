@@ -37,8 +37,8 @@ if TYPE_CHECKING:
     from packtrain.fleet.here import Here
     from packtrain.job import Job
     from packtrain.job.kinds import FleetKind
-    from packtrain.node.directory import NodeSlot
     from packtrain.node.node import Node
+    from packtrain.node.preemption import NoticeSource
     from packtrain.run.run import Run
 
 StoreIdOption = Annotated[
@@ -66,11 +66,9 @@ IdentityOption = Annotated[
     typer.Option("--identity", metavar="ID", help="Required Packtrain identity; fleets with an image pass it."),
 ]
 
-_MOUNT_SECONDS = 60.0
 _LOOK_SECONDS, _STEP_SECONDS = 10.0, 30.0  # between two looks at new steps, and between two lines about them
 _NOTHING = "nothing was ended"
 _SHOWN_PLACES = 5  # AWS has dozens of regions
-_KNOWN_ADDRESSES = 3  # a new machine asks for the addresses of this many others; all would be many requests
 
 
 def register(app: typer.Typer) -> None:
@@ -377,73 +375,22 @@ def node(
     trust_code: TrustOption = False,
 ) -> None:
     """Take part in a run on this machine until it ends. Fleets run this command; you can also run it yourself."""
-    from packtrain.errors import EXIT_DONE, AlreadyJoined, Mistake, NotFound
-    from packtrain.fleet.local import OwnLog
-    from packtrain.node.directory import NodeSlot
-    from packtrain.node.lease import hurried
-    from packtrain.node.preemption import record_crash, switch_off
+    from packtrain.fleet import fleet_of
+    from packtrain.node.main import NodeOptions, take_part
     from packtrain.report import write_report
-    from packtrain.run.liveness import EXIT_CODES
     from packtrain.run.run import Run
-    from packtrain.store import StoreAway, StoreError
 
-    log = OwnLog()
-    run, slot, joined, result = Run(find_store(store, store_id), name), None, None, None
-    over = True  # for this machine, even if the node crashes: nothing would start another one here
-    try:
-        _wait_for_store(run)
-        if run.result() is not None:  # whoever starts nodes until one succeeds need not start another
-            log.remove()
-            sys.exit(EXIT_DONE)
-        _check_identity(identity)
-        _check_code(run, code, trust_code)
-        power_off = power_off or run.job.fleet.kind.power_off
-        slot = NodeSlot(run)
-        joined = _node(run, address, interface, workers, slot)
-        with _steps_printed(run, joined):
-            joined.work()
-        over = joined.has_done_its_part
-        if over:
-            result = run.result()
-        else:  # a machine that is taken away does not wait for its store
-            with suppress(StoreError):
-                result = hurried(run).result()
-        if result is not None:
-            over = True
-            write_report(run)
-            joined.mirror.finish()
-            if result.status != "failed":
-                log.remove()
-    except KeyboardInterrupt:
-        over = False
-        raise
-    except AlreadyJoined:  # the other node does this machine's part
-        over = False
-        log.remove()
-        raise
-    except Mistake:
-        # Before the node joined, a person has to fix the mistake, and may be logged in on this machine to do so.
-        over = joined is not None
-        raise
-    except NotFound:  # no such run: it may have been deleted, and then this machine is no longer needed
-        raise
-    except Exception as error:
-        if over and not isinstance(error, StoreAway):
-            record_crash(run, error)
-        raise
-    finally:
-        try:
-            if joined is not None:
-                joined.mirror.end()
-            if slot is not None:
-                slot.close()
-        finally:  # whatever they raise: the machine must not stay on
-            switch_off(power_off and over)
-    sys.exit(EXIT_CODES["interrupted" if result is None else result.status])
+    run = Run(find_store(store, store_id), name)
+    options = NodeOptions(address, interface, workers, power_off, code, identity)
+
+    def notices() -> Sequence[NoticeSource]:
+        return fleet_of(run.job.fleet.kind).notices()
+
+    sys.exit(take_part(run, options, trusting(trust_code), notices, _steps_printed, write_report))
 
 
 @contextmanager
-def _steps_printed(run: Run, joined: Node) -> Iterator[None]:
+def _steps_printed(run: Run, node: Node) -> Iterator[None]:
     """Print the steps and scores of a recipe's run if this is its first node, as `packtrain logs -f` does."""
     from packtrain.cli.follow import StepLines
     from packtrain.store import StoreError
@@ -456,7 +403,7 @@ def _steps_printed(run: Run, joined: Node) -> Iterator[None]:
         lines, points, is_last = StepLines(run.job, _STEP_SECONDS), None, False
         while True:
             with suppress(StoreError, DamagedRecord):  # the node itself complains about its store
-                if joined.leads is False:
+                if node.leads is False:
                     points = None  # another node prints them
                 else:
                     points = points or run.points().skip()
@@ -472,80 +419,3 @@ def _steps_printed(run: Run, joined: Node) -> Iterator[None]:
     finally:
         over.set()
         following.wait(_LOOK_SECONDS)  # the machine must not wait for a store that is away
-
-
-def _check_identity(expected: str | None) -> None:
-    """Refuse to be another Packtrain than the client's: its workers might compute something else."""
-    from packtrain.errors import Mistake
-    from packtrain.identity import identity
-
-    if expected is not None and identity() != expected:
-        raise Mistake(f"this machine has packtrain {identity()}, the client has {expected}; build the image again")
-
-
-def _wait_for_store(run: Run) -> None:
-    """Read the job as soon as the store is there: a machine may start before its mounts, or while one is away.
-
-    A bucket's own client waits just as long.
-    """
-    from packtrain.backoff import Backoff
-    from packtrain.store import StoreAway
-    from packtrain.system import say
-
-    backoff = Backoff(0.2, 5.0, limit_seconds=_MOUNT_SECONDS)
-    has_said = False
-    while True:
-        try:
-            run.job  # noqa: B018 - reads it
-            return
-        except StoreAway as error:
-            if not has_said:
-                say(f"waiting up to {_MOUNT_SECONDS:.0f} s for the store: {error}")
-                has_said = True
-            if not backoff.wait():
-                raise
-
-
-def _node(run: Run, address: str | None, interface: str | None, workers: int | None, slot: NodeSlot) -> Node:
-    from packtrain.fleet import fleet_of
-    from packtrain.node.address import check_own, choose_address
-    from packtrain.node.node import Node
-    from packtrain.node.telemetry import gpus_of_workers
-    from packtrain.system import check_shared_memory
-    from packtrain.train.control import VISIBLE_GPUS_VARIABLE
-
-    fleet = run.job.fleet
-    if run.job.recipe is not None:  # a program decides for itself what it needs
-        check_shared_memory()
-    own = choose_address(address, interface, fleet.kind.machines.most == 1, run.store.endpoint, _some_addresses(run))
-    check_own(own, fleet.public_address)
-    gpus = gpus_of_workers(os.environ)
-    # By name: a process sees only the first part of a divided GPU, unless it is told which one is its own.
-    named = {VISIBLE_GPUS_VARIABLE: ",".join(gpus)} if any(one.startswith("MIG-") for one in gpus) else {}
-    count = workers or fleet.workers or len(gpus) or 1
-    return Node(run, own, count, {**os.environ, **named}, fleet_of(fleet.kind).notices(), slot=slot)
-
-
-def _check_code(run: Run, expected: str | None, trust_code: bool) -> None:
-    """Refuse other code than that of the client that started this node; without a client, ask the person."""
-    from packtrain.errors import RunFailed
-    from packtrain.run.trust import require_trust
-
-    if expected is None:
-        require_trust(run, trusting(trust_code))
-    elif run.code_digest != expected:
-        # Not a Mistake: nobody is at this machine to correct it, and a rented one has to shut down.
-        raise RunFailed(f"{run.name}: job or code in {run.store.url} are not those that its client started; not run")
-
-
-def _some_addresses(run: Run) -> list[str]:
-    """Return addresses of a few machines of the run: the route to them shows which interface to use.
-
-    Machines from before the run moved are none of them: theirs may mean another machine here, as 127.0.0.1 does.
-    """
-    latest = run.latest_generation()
-    if latest is not None and latest.job == run.job_digest:
-        return [member.address for member in latest.members[:_KNOWN_ADDRESSES]]
-    names = [entry.key.rpartition("/")[2].removesuffix(".json") for entry in run.store.list(run.key("nodes/"))]
-    leases = map(run.lease, names[:_KNOWN_ADDRESSES])
-    return [lease.address for lease in leases if lease is not None and lease.job == run.job_digest]

@@ -14,7 +14,6 @@ from __future__ import annotations
 import asyncio
 import base64
 import binascii
-import os
 import signal
 import socket
 import sys
@@ -79,6 +78,7 @@ from packtrain.http_server import (
     with_headers,
 )
 from packtrain.pack.vocabulary import MAX_TEXT_BYTES, is_too_long
+from packtrain.process import end_process
 from packtrain.units import show_bytes
 
 Asked = TypeVar("Asked", bound=OpenAiRequest)
@@ -114,9 +114,7 @@ def serve(
         raise server.service.failure
     if server.service.is_busy:
         # After a second signal, or if a batch does not end. Python's own end beside a thread that computes is a crash.
-        sys.stdout.flush()
-        sys.stderr.flush()
-        os._exit(128 + server.last_signal)
+        end_process(128 + server.last_signal)
     return server.last_signal == signal.SIGINT
 
 

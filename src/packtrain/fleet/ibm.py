@@ -19,7 +19,6 @@ import json
 import os
 import re
 import shlex
-import sys
 import xmlrpc.client
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
@@ -72,6 +71,7 @@ from packtrain.job.part import (
     text_in_schema,
 )
 from packtrain.node.preemption import OFF_VARIABLE
+from packtrain.process import run_main
 from packtrain.run.run import Run
 from packtrain.store import Store
 from packtrain.system import in_home, state_directory
@@ -580,9 +580,10 @@ def cancel_own(endpoint: str, server: int, user: str, key: str) -> None:
                 raise PacktrainError(f"cannot cancel server {server}: {said}") from None
 
 
+def main(words: Sequence[str]) -> None:
+    place, number, *names = words
+    cancel_own(place, int(number), *(os.environ[name] for name in names))
+
+
 if __name__ == "__main__":
-    place, number, *names = sys.argv[1:]
-    try:
-        cancel_own(place, int(number), *(os.environ[name] for name in names))
-    except PacktrainError as fault:
-        sys.exit(f"packtrain: {fault}")
+    run_main(main)

@@ -49,6 +49,7 @@ from packtrain.job.kinds import FleetKind
 from packtrain.job.part import Location
 from packtrain.node.address import LOOPBACK
 from packtrain.node.preemption import SECONDS_VARIABLE
+from packtrain.process import LOG_VARIABLE, end_process, exit_code_of, run_main
 from packtrain.run.run import Run
 from packtrain.store import Store
 from packtrain.system import cache_directory, check_shared_memory
@@ -57,7 +58,6 @@ from packtrain.units import MAX_WORKERS
 THIS_MACHINE = "this machine"
 END_SECONDS = 60.0  # how long a node that was asked to end may take to commit
 _KEEP_LOGS_SECONDS = 7 * 24 * 3600.0
-_LOG_VARIABLE = "PACKTRAIN_LOG"  # tells a process which file its output goes to
 
 
 class LocalSettings(FleetKind):
@@ -147,7 +147,7 @@ def start_process(run: str, arguments: Sequence[str], tied: bool) -> StartedNode
             stdout=output,
             stderr=subprocess.STDOUT,
             # The user's own number of seconds takes precedence.
-            env={SECONDS_VARIABLE: f"{END_SECONDS:.0f}", **os.environ, _LOG_VARIABLE: str(log)},
+            env={SECONDS_VARIABLE: f"{END_SECONDS:.0f}", **os.environ, LOG_VARIABLE: str(log)},
             start_new_session=True,
             preexec_fn=end_with_client if tied else None,  # noqa: PLW1509 - prctl alone
         )
@@ -226,19 +226,6 @@ def text_of(log: Path) -> str:
         return ""
 
 
-class OwnLog:
-    """The log that `new_log` created for this process, if it did; processes that this one starts are not told of it."""
-
-    def __init__(self) -> None:
-        given = os.environ.pop(_LOG_VARIABLE, None)
-        self._path = None if given is None else Path(given)
-
-    def remove(self) -> None:
-        """Remove it after a good end: nobody will ask why."""
-        if self._path is not None:
-            self._path.unlink(missing_ok=True)
-
-
 def session_name(run: str) -> str:
     """Return the name of the tmux session that shows the node's output."""
     return f"packtrain-{run}"
@@ -254,7 +241,7 @@ def start_node(run: str, arguments: list[str], tied: bool) -> None:
         threading.Thread(target=_leave_with_connection, daemon=True).start()
         _become_node(arguments)
     log = new_log(run)
-    os.environ[_LOG_VARIABLE] = str(log)
+    os.environ[LOG_VARIABLE] = str(log)
     child = os.fork()
     if child == 0:
         os.setsid()  # a session of its own, so that the end of the ssh session does not signal it
@@ -280,15 +267,8 @@ def start_node(run: str, arguments: list[str], tied: bool) -> None:
 def _become_node(arguments: list[str]) -> None:
     """Run the node in this process, whose environment has the secrets: they must not appear in arguments."""
     sys.argv = ["packtrain", *arguments]
-    code: object = 1
-    try:
-        runpy.run_module("packtrain", run_name="__main__")
-        code = 0
-    except SystemExit as ending:
-        code = ending.code
-    finally:
-        sys.stdout.flush()
-    os._exit(code if isinstance(code, int) else 1)  # never return into the code that forked
+    code = exit_code_of(lambda: runpy.run_module("packtrain", run_name="__main__"))
+    end_process(code)  # never return into the code that forked
 
 
 def _leave_with_connection() -> None:
@@ -359,8 +339,4 @@ def _with_address(arguments: list[str]) -> list[str]:
 
 
 if __name__ == "__main__":
-    try:
-        main(sys.argv[1:])
-    except PacktrainError as error:
-        print(f"packtrain: {error}", file=sys.stderr)
-        sys.exit(error.exit_code)
+    run_main(main)

@@ -44,12 +44,13 @@ from packtrain.fleet.fleet import (
     silent,
     values_of,
 )
-from packtrain.fleet.local import END_SECONDS, OwnLog, end_processes, find_processes, start_process
+from packtrain.fleet.local import END_SECONDS, end_processes, find_processes, start_process
 from packtrain.fleet.remote import end_with_client
 from packtrain.fleet.ssh import ListedHosts, SshFleet, SshSettings, unavailable
 from packtrain.job import Job
 from packtrain.job.part import Argument, Location, rules_in_schema
 from packtrain.node.preemption import SECONDS_VARIABLE
+from packtrain.process import OwnLog, run_main
 from packtrain.run.liveness import LEASE_SECONDS, LeaseWatch
 from packtrain.run.run import Run
 from packtrain.store import Store, open_store
@@ -267,4 +268,4 @@ def main(given: Sequence[str]) -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main(sys.argv[1:]))
+    run_main(main)

@@ -39,7 +39,6 @@ from packtrain.errors import (
     EXIT_STOPPED,
     EXIT_UNFINISHED,
     Mistake,
-    PacktrainError,
     quoted,
 )
 from packtrain.fleet.bundle import BundleFile
@@ -66,6 +65,7 @@ from packtrain.job import Job
 from packtrain.job.kinds import FleetKind
 from packtrain.job.part import Argument, Count, Location, Ordinal, Seconds, StorePath, is_set, rules_in_schema
 from packtrain.node.preemption import SECONDS_VARIABLE
+from packtrain.process import run_main
 from packtrain.run.checkpoint import committed
 from packtrain.run.records import Event
 from packtrain.run.run import Run
@@ -582,8 +582,4 @@ def main(words: Sequence[str]) -> int:
 
 
 if __name__ == "__main__":
-    try:
-        sys.exit(main(sys.argv[1:]))
-    except PacktrainError as error:
-        print(f"packtrain: {error}", file=sys.stderr)
-        sys.exit(error.exit_code)
+    run_main(main)

@@ -23,13 +23,12 @@ import json
 import os
 import signal
 import sys
-import traceback
-from collections.abc import Callable
 from importlib import import_module
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TextIO
 
 from packtrain.node.plain_launcher import PLAIN, run_workers
+from packtrain.process import end_process, exit_code_of
 from packtrain.recipes import recipe_class
 from packtrain.system import end_with_parent
 
@@ -59,7 +58,7 @@ def main(recipe: str | None) -> None:
     work = serve(answers)
     if work is not None:
         become_launcher(work)
-        os._exit(exit_code_of(lambda: launch(work)))  # cleaning up all modules would take a while
+        end_process(exit_code_of(lambda: launch(work)))  # cleaning up all modules would take a while
 
 
 def launch(work: Work) -> None:
@@ -121,21 +120,6 @@ def become_launcher(work: Work) -> None:
     _redirect(os.open(os.devnull, os.O_RDONLY), sys.stdin)  # the workers must not inherit the node's pipe
     os.environ.clear()  # the workers' environment is exactly what the node decided
     os.environ.update(work["environment"])
-
-
-def exit_code_of(call: Callable[[], object]) -> int:
-    """Return the exit code with which Python would end after this call."""
-    try:
-        call()
-        code = 0
-    except SystemExit as error:
-        code = error.code if isinstance(error.code, int) else int(error.code is not None)
-    except BaseException:
-        traceback.print_exc()
-        code = 1
-    sys.stdout.flush()
-    sys.stderr.flush()
-    return code
 
 
 def _redirect(source: int, *streams: TextIO) -> None:

@@ -23,6 +23,7 @@ from typing import Literal
 
 from packtrain.errors import EXIT_UNFINISHED
 from packtrain.node.lease import hurried
+from packtrain.process import end_process
 from packtrain.run.records import Event
 from packtrain.run.run import Run
 from packtrain.store import StoreError
@@ -202,7 +203,7 @@ def exit_immediately(reason: str, power_off: bool) -> None:
         say(f"failed: {reason}, and the store does not answer")
         switch_off(power_off)
     finally:
-        os._exit(EXIT_UNFINISHED)
+        end_process(EXIT_UNFINISHED, flush=False)
 
 
 def switch_off(wanted: bool, command: Sequence[str] = ()) -> bool:

@@ -33,6 +33,7 @@ from packtrain.node.address import check_own, choose_address, interface_of
 from packtrain.plan.devices import DeviceKind, gpu_named, this_machine
 from packtrain.plan.estimate import Speed
 from packtrain.plan.raw import enlarge_vocabulary
+from packtrain.process import end_process, run_main
 from packtrain.recipes import EvaluationRequest, Recipe, recipe_class
 from packtrain.recipes.pairs import PairRecipe
 from packtrain.recipes.recipe import training_order
@@ -182,7 +183,7 @@ def _work(options: argparse.Namespace) -> None:
     """Run one worker, from joining the others to the answer."""
     from packtrain.data.pack import Pack
     from packtrain.train import exact
-    from packtrain.train.worker import end_process, in_one_line
+    from packtrain.train.worker import in_one_line
 
     store = open_store(options.store)
     what = "the request of this probe"
@@ -400,8 +401,4 @@ def _memory(world: World, workers: int) -> tuple[int, int, DeviceKind, str]:
 
 
 if __name__ == "__main__":
-    try:
-        main(sys.argv[1:])
-    except PacktrainError as error:
-        print(f"packtrain: {error}", file=sys.stderr)
-        sys.exit(error.exit_code)
+    run_main(main)

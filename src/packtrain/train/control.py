@@ -19,6 +19,8 @@ from typing import Literal
 
 import psutil
 
+from packtrain.process import end_process
+
 RUN_VARIABLE = "PACKTRAIN_RUN"
 STORE_VARIABLE, STORE_ID_VARIABLE = "PACKTRAIN_STORE", "PACKTRAIN_STORE_ID"
 JOB_VARIABLE = "PACKTRAIN_JOB_DIGEST"
@@ -148,7 +150,7 @@ class StopSignal:
                 if not self._is_heard:
                     with suppress(Exception):  # whatever is wrong with what it kept, this process has to end
                         keep()
-                    os._exit(EXIT_STUCK)
+                    end_process(EXIT_STUCK, flush=False)
 
         threading.Thread(target=watch, name="stop signals", daemon=True).start()
 

@@ -7,7 +7,6 @@ that waits for data, compiles or writes a trace announces it, because the others
 from __future__ import annotations
 
 import faulthandler
-import os
 import statistics
 import threading
 import time
@@ -16,6 +15,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
+from packtrain.process import end_process
 from packtrain.train.world import World
 
 TIMES_MEDIAN = 10.0
@@ -43,7 +43,7 @@ def must_end_within(seconds: float, what: str, report: Callable[[str], None]) ->
 
     def end() -> None:
         report(f"{what} has taken {seconds:.0f} s; treating it as a hang")
-        os._exit(EXIT_HANG)
+        end_process(EXIT_HANG, flush=False)
 
     timer = threading.Timer(seconds, end)
     timer.daemon = True
@@ -180,4 +180,4 @@ class Watchdog:
         usual = f"usually {statistics.median(earlier):.1f} s" if earlier else "first of its kind"
         self._report(f"{name} has taken {time.monotonic() - since:.0f} s ({usual}); treating it as a hang")
         time.sleep(OTHERS_SECONDS)
-        os._exit(EXIT_HANG)  # not sys.exit: the main thread hangs, and would never see the exception
+        end_process(EXIT_HANG, flush=False)

@@ -11,7 +11,6 @@ import traceback
 from multiprocessing import synchronize
 from multiprocessing.util import Finalize
 from pathlib import Path
-from typing import NoReturn
 
 import torch
 
@@ -19,6 +18,7 @@ from packtrain.data.cache import SIZE_VARIABLE
 from packtrain.data.pack import Pack
 from packtrain.data.threads import stay_nearby
 from packtrain.errors import Mistake, PacktrainError
+from packtrain.process import end_process
 from packtrain.recipes import recipe_class
 from packtrain.run.records import Event
 from packtrain.run.run import Run, worker_writer
@@ -70,13 +70,15 @@ def main(stop_signal: StopSignal, started: float) -> None:
         fatal = cause in ("number", "mistake")
         control.report_error(WorkerError(int(os.environ["RANK"]), text, fatal, time.time(), cause, step))
     finally:
+        # Not by torch's cleanup, which destroys DDP while it holds the interpreter's lock, and joins a gloo thread that
+        # may be waiting for that lock: occasionally a worker that was done would hang forever.
         if not succeeded:
             end_process(1)
     # torch's launcher wants this function to return. Its result is in a pipe then; that the launcher has read it is not
     # waited for, because a launcher that is ending never says so.
     synchronize.Event.wait = lambda *_: True  # type: ignore[method-assign]
-    # The first thing that happens at the end of the process. The trainer is kept until then (see end_process).
-    Finalize(None, lambda _kept: end_process(0), (trainer,), exitpriority=0)
+    # The first thing that happens at the end of the process. The trainer, and with it DDP, is kept until then.
+    Finalize(None, lambda _: end_process(0), (trainer,), exitpriority=0)
 
 
 def build_trainer(control: Control, stop_signal: StopSignal, started: float) -> Trainer:
@@ -144,17 +146,6 @@ def _stage(run: Run, pack: Pack, control: Control, stop_signal: StopSignal) -> N
 
     pack.stage(advance, local_rank)
     tell(f"staged {show_bytes(total)} in {show_seconds(time.monotonic() - began)}")
-
-
-def end_process(code: int) -> NoReturn:
-    """End this process without Python's and torch's cleanup: everything worth keeping is in the store.
-
-    torch destroys DDP while it holds the interpreter's lock, and joins a gloo thread that may be waiting for that lock:
-    occasionally a worker that was done would hang forever.
-    """
-    sys.stdout.flush()
-    sys.stderr.flush()
-    os._exit(code)
 
 
 def cause_of(error: BaseException) -> WorkerCause:

@@ -87,6 +87,7 @@ from packtrain.job.part import (
     matching,
     rules_in_schema,
 )
+from packtrain.process import run_main
 from packtrain.run.run import Run
 from packtrain.store import Store
 from packtrain.units import Duration
@@ -477,8 +478,4 @@ def main(words: Sequence[str]) -> int:
 
 
 if __name__ == "__main__":
-    try:
-        sys.exit(main(sys.argv[1:]))
-    except PacktrainError as error:
-        print(f"packtrain: {error}", file=sys.stderr)
-        sys.exit(error.exit_code)
+    run_main(main)
