@@ -291,7 +291,7 @@ def test_concurrent_requests_are_computed_in_batches(recipes: Callable[[str], Re
         assert sum(echo.sizes) == 50
         assert len(echo.sizes) <= 5, "the first batch, and what came meanwhile"
         assert one.metric("packtrain_batch_inputs_sum") == 50
-        assert one.metric('packtrain_http_requests_total{route="/v1/predict",code="200"}') == 50
+        assert one.metric('packtrain_http_requests_total{code="200",route="/v1/predict"}') == 50
         assert one.metric('packtrain_processed_total{unit="texts"}') == 50
 
 

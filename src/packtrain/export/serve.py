@@ -281,6 +281,7 @@ class Endpoints:
     def __init__(self, service: Service, needs_token: bool) -> None:
         self._service, self._needs_token = service, needs_token
         self._bytes_held = 0
+        service.metrics.add_gauge("packtrain_body_bytes", "Bytes of requests in memory.", lambda: self._bytes_held)
 
     # About the service.
 
@@ -293,22 +294,7 @@ class Endpoints:
         return _json(ServiceState(status=state), 200 if state == "ready" else 503)
 
     async def metrics(self, _: Request) -> Response:
-        service = self._service
-        gauges = {
-            "packtrain_ready": ("1 if requests are answered.", float(service.state == "ready")),
-            "packtrain_queue_inputs": (
-                "Inputs waiting to be computed; a large one counts as several.",
-                float(service.num_waiting),
-            ),
-            "packtrain_queue_limit": ("Inputs that may wait.", float(service.settings.queue)),
-            "packtrain_body_bytes": ("Bytes of requests in memory.", float(self._bytes_held)),
-        }
-        model = service.model
-        labels = {"model": model.name, "recipe": str(model.recipe.job.recipe), "form": model.form}
-        return Response(
-            service.metrics.text(gauges, {**labels, "precision": model.precision}),
-            media_type="text/plain; version=0.0.4",
-        )
+        return Response(self._service.metrics.text(), media_type="text/plain; version=0.0.4")
 
     async def description(self, _: Request) -> Response:
         return JSONResponse(self._description)

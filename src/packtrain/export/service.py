@@ -12,13 +12,13 @@ from itertools import count
 from typing import Any, Literal
 
 import numpy as np
+from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, disable_created_metrics, generate_latest
 
 from packtrain.errors import Mistake
 from packtrain.export.batching import Batched, Batcher, BatchTimes
 from packtrain.export.messages import MAX_INPUTS, ModelEntry, ModelFacts, ServiceLimits
 from packtrain.export.model import ExportedModel, form_of, trial_inputs
 from packtrain.export.predict import DecodeOptions
-from packtrain.export.service_metrics import ServiceMetrics
 from packtrain.pack.picture import pixels_to_decode
 from packtrain.recipes import Decoding, Prediction, Recipe
 from packtrain.recipes.caption import MAX_CAPTION_TOKENS
@@ -36,6 +36,10 @@ _SAMPLING = {"nucleus", "temperature", "seed"}  # options
 _MAX_SEED = 2**62
 _STUCK = 4  # times the timeout of a request that a batch may take before the service counts as stuck
 _MIN_STUCK_SECONDS = 60.0
+
+# Upper bounds of the histograms.
+_SECONDS_BOUNDS = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0)
+_INPUTS_BOUNDS = (1, 2, 4, 8, 16, 32, 64, 128, 256)
 
 State = Literal["loading", "ready", "draining", "failed"]
 
@@ -133,12 +137,73 @@ class Answer:
     outputs: tuple[Written, ...]
 
 
+class ServiceMetrics:
+    """What Prometheus reads. Thread-safe: the event loop counts requests, the thread that computes counts batches.
+
+    The registry is not the global one, which two services in a process would share and which describes the process.
+    """
+
+    def __init__(self, service: Service) -> None:
+        disable_created_metrics()  # a second series for each of these, which nobody asks for
+        self.registry = CollectorRegistry()
+        model = service.model
+        labels = {"model": model.name, "recipe": str(model.recipe.job.recipe), "form": model.form}
+        labels["precision"] = model.precision
+        info = Gauge("packtrain_model_info", "The model that is served.", list(labels), registry=self.registry)
+        info.labels(**labels).set(1)
+        self.add_gauge("packtrain_ready", "1 if requests are answered.", lambda: service.state == "ready")
+        waiting_help = "Inputs waiting to be computed; a large one counts as several."
+        self.add_gauge("packtrain_queue_inputs", waiting_help, lambda: service.num_waiting)
+        self.add_gauge("packtrain_queue_limit", "Inputs that may wait.", lambda: service.settings.queue)
+        self._requests = Counter(
+            "packtrain_http_requests", "Requests by route and status.", ["route", "code"], registry=self.registry
+        )
+        self._latencies = Histogram(
+            "packtrain_http_request_seconds",
+            "Time from the headers of a request to the end of its response.",
+            ["route"],
+            buckets=_SECONDS_BOUNDS,
+            registry=self.registry,
+        )
+        self._batches = Histogram(
+            "packtrain_batch_inputs",
+            "Inputs that were computed together.",
+            buckets=_INPUTS_BOUNDS,
+            registry=self.registry,
+        )
+        self._batch_seconds = Histogram(
+            "packtrain_batch_seconds", "Time to compute a batch.", buckets=_SECONDS_BOUNDS, registry=self.registry
+        )
+        self._processed = Counter(
+            "packtrain_processed", "Inputs, and tokens that were read and written.", ["unit"], registry=self.registry
+        )
+
+    def add_gauge(self, name: str, documentation: str, measure: Callable[[], float]) -> None:
+        """Add a number that is measured when the metrics are read."""
+        Gauge(name, documentation, registry=self.registry).set_function(measure)
+
+    def count_request(self, route: str, status: int, seconds: float) -> None:
+        self._requests.labels(route, status).inc()
+        self._latencies.labels(route).observe(seconds)
+
+    def count_batch(self, times: BatchTimes) -> None:
+        self._batches.observe(times.inputs)
+        self._batch_seconds.observe(times.seconds)
+
+    def count_processed(self, unit: str, amount: int) -> None:
+        """Add to what was processed: texts or images, tokens that were read and written."""
+        self._processed.labels(unit).inc(amount)
+
+    def text(self) -> bytes:
+        return generate_latest(self.registry)
+
+
 class Service:
     """Answers questions as soon as `start` has loaded the model, until `drain`."""
 
     def __init__(self, model: ServedModel, settings: ServiceSettings) -> None:
         self.model, self.settings = model, settings
-        self.metrics = ServiceMetrics()
+        self.metrics = ServiceMetrics(self)
         self.failure: Exception | None = None
         self.draining_since: float | None = None
         self._network: Network | None = None
@@ -150,7 +215,7 @@ class Service:
             settings.queue,
             settings.gather_seconds,
             settings.turn_seconds,
-            self._count_batch,
+            self.metrics.count_batch,
         )
 
     def start(self) -> None:
@@ -313,14 +378,11 @@ class Service:
 
     def count_answers(self, answers: Sequence[Answer]) -> None:
         """Count what was computed for the metrics."""
-        amounts: dict[str, int] = {self.model.recipe.inputs: len(answers)}
+        self.metrics.count_processed(self.model.recipe.inputs, len(answers))
         if self.model.recipe.inputs == "texts":
-            amounts["tokens_read"] = sum(one.tokens_read for one in answers)
-            amounts["tokens_written"] = sum(written.num_tokens for one in answers for written in one.outputs)
-        self.metrics.count_amounts(amounts)
-
-    def _count_batch(self, times: BatchTimes) -> None:
-        self.metrics.count_batch(times.inputs, times.seconds)
+            num_written = sum(output.num_tokens for answer in answers for output in answer.outputs)
+            self.metrics.count_processed("tokens_read", sum(answer.tokens_read for answer in answers))
+            self.metrics.count_processed("tokens_written", num_written)
 
 
 def _tokens(recipe: PairRecipe, values: Sequence[Any], decoding: Decoding) -> list[int]:
