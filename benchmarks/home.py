@@ -196,8 +196,8 @@ def compare_precisions(store: Path, directory: Path, inputs: Sequence[str], turn
         compared = compare_models(
             *evaluate(subjects, EvaluateOptions(split=split), PlainProgress(lambda _: None), InProcess())
         )
-        before, after = (one.scores["bleu"].value for one in (compared.other, compared.own))
-        scores.append(SplitScores(split, compared.own.samples, before, after, compared.differences["bleu"]))
+        before, after = (one.scores["bleu"].value for one in (compared.second, compared.first))
+        scores.append(SplitScores(split, compared.first.samples, before, after, compared.differences["bleu"]))
     models = [read_model(folder) for folder in (fp32, int8)]
     networks = [model.network(threads=1) for model in models]
 

@@ -56,8 +56,8 @@ _SHUTDOWN_SECONDS = 5
 def is_loopback(host: str) -> bool:
     """True if only this machine can reach the address."""
     with suppress(OSError):
-        found = socket.getaddrinfo(host, None, type=socket.SOCK_STREAM)
-        return bool(found) and all(ipaddress.ip_address(one[4][0]).is_loopback for one in found)
+        addresses = socket.getaddrinfo(host, None, type=socket.SOCK_STREAM)
+        return bool(addresses) and all(ipaddress.ip_address(address[4][0]).is_loopback for address in addresses)
     return False
 
 
@@ -102,12 +102,12 @@ class Token:
 
     def is_sent_in(self, request: Request) -> bool:
         """True if the request has it as `Authorization: Bearer TOKEN`."""
-        scheme, _, given = request.headers.get("authorization", "").partition(" ")
-        return self.is_equal(given.strip()) and scheme.lower() == "bearer"
+        scheme, _, token = request.headers.get("authorization", "").partition(" ")
+        return self.is_equal(token.strip()) and scheme.lower() == "bearer"
 
-    def is_equal(self, given: str) -> bool:
+    def is_equal(self, token: str) -> bool:
         # Headers are Latin-1, which has every byte.
-        digest = hashlib.sha256(given.encode("latin-1", errors="replace")).digest()
+        digest = hashlib.sha256(token.encode("latin-1", errors="replace")).digest()
         return hmac.compare_digest(digest, self._digest)
 
 
@@ -143,8 +143,8 @@ def log_line(scope: Scope, route: str, status: int, seconds: float, details: str
     """Return the line for the log; `route` must be nothing that a client can choose freely."""
     method = scope["method"] if scope["method"] in _METHODS else "-"
     client = scope["client"][0] if scope.get("client") else "-"
-    now = datetime.now(UTC).strftime("%Y-%m-%dT%H:%M:%SZ")
-    return f"{now} {client} {method} {route} {status} {1000 * seconds:.1f} ms{details}"
+    timestamp = datetime.now(UTC).strftime("%Y-%m-%dT%H:%M:%SZ")
+    return f"{timestamp} {client} {method} {route} {status} {1000 * seconds:.1f} ms{details}"
 
 
 def server_config(app: ASGIApp, **options: Any) -> uvicorn.Config:
@@ -220,12 +220,12 @@ class PatientProtocol(H11Protocol):
 def allow_many_files() -> None:
     """Raise the limit of open files, each connection being one, as far as this process may."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    wanted = _FILES_PER_PROCESS if hard == resource.RLIM_INFINITY else min(hard, _FILES_PER_PROCESS)
-    if soft != resource.RLIM_INFINITY and soft < wanted:
-        resource.setrlimit(resource.RLIMIT_NOFILE, (wanted, hard))
+    limit = _FILES_PER_PROCESS if hard == resource.RLIM_INFINITY else min(hard, _FILES_PER_PROCESS)
+    if soft != resource.RLIM_INFINITY and soft < limit:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (limit, hard))
 
 
 def known_route(path: str, routes: Collection[str]) -> str:
     """Return the path as the log has it: the longest known one that it starts with."""
-    found = [route for route in routes if path == route or (route.endswith("/") and path.startswith(route))]
-    return max(found, key=len, default="other")
+    prefixes = [route for route in routes if path == route or (route.endswith("/") and path.startswith(route))]
+    return max(prefixes, key=len, default="other")

@@ -163,7 +163,7 @@ def _print(screen: Screen, found: ModelScores, data: str) -> None:
 def _print_comparison(screen: Screen, comparison: Comparison) -> None:
     from packtrain.export.evaluate import show
 
-    names = comparison.other.subject.name, comparison.own.subject.name
+    names = comparison.second.subject.name, comparison.first.subject.name
     screen.say(f"{names[0]} minus {names[1]}, by paired bootstrap resampling")
     rows = [
         (name, show(one.value), _span(one.interval), f"p = {one.p_value:.3f}")

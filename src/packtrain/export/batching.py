@@ -22,8 +22,8 @@ from dataclasses import dataclass, field
 from typing import Generic, TypeVar
 
 Key = TypeVar("Key", bound=Hashable)
-Given = TypeVar("Given")
-Made = TypeVar("Made")
+Input = TypeVar("Input")
+Output = TypeVar("Output")
 
 _MAX_RETRY_SECONDS = 60
 _MEMORY = 0.8  # weight of the past in the time of an input of size 1, if it falls
@@ -39,10 +39,10 @@ class QueueFull(Exception):
 
 
 @dataclass(frozen=True)
-class Batched(Generic[Made]):
+class Batched(Generic[Output]):
     """The outputs of one request, in how many batches they were computed, and how many inputs the last of them had."""
 
-    outputs: list[Made]
+    outputs: list[Output]
     batch_size: int
     batches: int = 1
 
@@ -57,33 +57,33 @@ class BatchTimes:
 
 
 @dataclass(eq=False)
-class _Waiting(Generic[Key, Given, Made]):
-    """A request. `taken` of its inputs are in a batch, or have been, and `outputs` are those that were computed."""
+class _Waiting(Generic[Key, Input, Output]):
+    """A request. `num_batched` of its inputs are in a batch, or have been, and `outputs` are the computed ones."""
 
     key: Key
-    inputs: Sequence[Given]
+    inputs: Sequence[Input]
     sizes: Sequence[int]
-    future: Future[Batched[Made]]
+    future: Future[Batched[Output]]
     since: float
-    taken: int = 0
+    num_batched: int = 0
     batches: int = 0
-    outputs: list[Made] = field(default_factory=list)
+    outputs: list[Output] = field(default_factory=list)
 
     @property
     def size_left(self) -> int:
-        return sum(self.sizes[self.taken :])
+        return sum(self.sizes[self.num_batched :])
 
 
 @dataclass(frozen=True)
-class _BatchPart(Generic[Key, Given, Made]):
-    """The part of a request that is in a batch."""
+class _BatchShare(Generic[Key, Input, Output]):
+    """The inputs of a request that are in a batch."""
 
-    request: _Waiting[Key, Given, Made]
-    inputs: Sequence[Given]
+    request: _Waiting[Key, Input, Output]
+    inputs: Sequence[Input]
     size: int
 
 
-class Batcher(Generic[Key, Given, Made]):
+class Batcher(Generic[Key, Input, Output]):
     """Computes requests in a thread of its own, those with equal keys together.
 
     `compute` gets a key and inputs, and returns an output for each; it may raise anything once its third argument
@@ -95,7 +95,7 @@ class Batcher(Generic[Key, Given, Made]):
 
     def __init__(
         self,
-        compute: Callable[[Key, Sequence[Given], Callable[[], bool]], Sequence[Made]],
+        compute: Callable[[Key, Sequence[Input], Callable[[], bool]], Sequence[Output]],
         batch: int,
         queue: int,
         gather_seconds: float,
@@ -104,7 +104,7 @@ class Batcher(Generic[Key, Given, Made]):
     ) -> None:
         self._compute, self._batch, self._queue = compute, batch, queue
         self._gather_seconds, self._turn_seconds, self._on_batch = gather_seconds, turn_seconds, on_batch
-        self._waiting: deque[_Waiting[Key, Given, Made]] = deque()
+        self._waiting: deque[_Waiting[Key, Input, Output]] = deque()
         self._changed = threading.Condition()
         self._closed = False
         self._seconds_per_size = 0.0
@@ -112,9 +112,9 @@ class Batcher(Generic[Key, Given, Made]):
         self._thread = threading.Thread(target=self._run, name="batcher", daemon=True)
         self._thread.start()
 
-    def submit(self, key: Key, inputs: Sequence[Given], sizes: Sequence[int] = ()) -> Future[Batched[Made]]:
+    def submit(self, key: Key, inputs: Sequence[Input], sizes: Sequence[int] = ()) -> Future[Batched[Output]]:
         """Queue a request; raise QueueFull if its inputs do not fit. Cancel the future if nobody waits for it."""
-        future: Future[Batched[Made]] = Future()
+        future: Future[Batched[Output]] = Future()
         request = _Waiting(key, inputs, sizes or [1] * len(inputs), future, time.monotonic())
         with self._changed:
             if self._size_waiting() + request.size_left > self._queue:
@@ -127,8 +127,8 @@ class Batcher(Generic[Key, Given, Made]):
 
     def learn_speed(self, size: int, seconds: float) -> None:
         """Expect inputs of this size to take as long again: slower ones at once, faster ones little by little."""
-        each = seconds / max(1, size)
-        self._seconds_per_size = max(each, _MEMORY * self._seconds_per_size + (1 - _MEMORY) * each)
+        measured = seconds / max(1, size)
+        self._seconds_per_size = max(measured, _MEMORY * self._seconds_per_size + (1 - _MEMORY) * measured)
 
     @property
     def num_waiting(self) -> int:
@@ -150,17 +150,17 @@ class Batcher(Generic[Key, Given, Made]):
         """Stop after the batch that is being computed, and cancel all that wait."""
         with self._changed:
             self._closed = True
-            for one in self._waiting:
-                one.future.cancel()
+            for request in self._waiting:
+                request.future.cancel()
             self._waiting.clear()
             self._changed.notify()
 
     def _size_waiting(self) -> int:
-        return sum(one.size_left for one in self._waiting)
+        return sum(request.size_left for request in self._waiting)
 
     def _forget_done(self) -> None:
         """Leave out requests whose client has left, whose time is over, or one of whose inputs was bad."""
-        self._waiting = deque(one for one in self._waiting if not one.future.done())
+        self._waiting = deque(request for request in self._waiting if not request.future.done())
 
     def _retry_seconds(self) -> int:
         return max(1, min(_MAX_RETRY_SECONDS, math.ceil(self._size_waiting() * self._seconds_per_size)))
@@ -172,7 +172,7 @@ class Batcher(Generic[Key, Given, Made]):
                 self._settle(batch)
                 self._computing_since = None
 
-    def _gathered(self) -> list[_BatchPart[Key, Given, Made]] | None:
+    def _gathered(self) -> list[_BatchShare[Key, Input, Output]] | None:
         """Wait for requests; return the next batch, or None if the batcher was closed."""
         with self._changed:
             while not self._closed:
@@ -182,46 +182,48 @@ class Batcher(Generic[Key, Given, Made]):
                 # Requests that came during the last batch have waited for long enough: they do not wait again.
                 pause = self._waiting[0].since + self._gather_seconds - time.monotonic()
                 if self._size_waiting() >= self._batch or pause <= 0:
-                    return self._taken()
+                    return self._next_batch()
                 self._changed.wait(pause)
             return None
 
-    def _taken(self) -> list[_BatchPart[Key, Given, Made]]:
+    def _next_batch(self) -> list[_BatchShare[Key, Input, Output]]:
         self._forget_done()
         if not self._waiting:
             return []
         key = self._waiting[0].key
-        starts = {one: one.taken for one in self._waiting if one.key == key}
+        starts = {request: request.num_batched for request in self._waiting if request.key == key}
         turns, size = deque(starts), 0
         seconds = self._turn_seconds * min(1, _ROUND_TURNS * len(starts) / len(self._waiting))
         limit = min(self._batch, seconds / max(self._seconds_per_size, 1e-9))
         while turns:
             request = turns.popleft()
-            next_size = request.sizes[request.taken]
+            next_size = request.sizes[request.num_batched]
             if size and size + next_size > limit:
                 continue
-            size, request.taken = size + next_size, request.taken + 1
-            if request.taken < len(request.inputs):
+            size, request.num_batched = size + next_size, request.num_batched + 1
+            if request.num_batched < len(request.inputs):
                 turns.append(request)
-        parts = [
-            _BatchPart(request, request.inputs[start : request.taken], sum(request.sizes[start : request.taken]))
+        shares = [
+            _BatchShare(
+                request, request.inputs[start : request.num_batched], sum(request.sizes[start : request.num_batched])
+            )
             for request, start in starts.items()
-            if request.taken > start
+            if request.num_batched > start
         ]
         self._waiting.rotate(-1)  # of equal keys, another request is the first one next time
-        unfinished = [one for one in self._waiting if one.taken < len(one.inputs)]
-        self._waiting = deque(sorted(unfinished, key=lambda one: one.key == key))  # all other keys come before
-        return parts
+        unfinished = [request for request in self._waiting if request.num_batched < len(request.inputs)]
+        self._waiting = deque(sorted(unfinished, key=lambda request: request.key == key))  # all other keys come before
+        return shares
 
-    def _settle(self, batch: Sequence[_BatchPart[Key, Given, Made]]) -> None:
+    def _settle(self, batch: Sequence[_BatchShare[Key, Input, Output]]) -> None:
         def is_wanted() -> bool:
-            return not all(part.request.future.done() for part in batch)
+            return not all(share.request.future.done() for share in batch)
 
-        inputs = [one for part in batch for one in part.inputs]
+        inputs = [value for share in batch for value in share.inputs]
         started = time.monotonic()
         try:
             outputs = iter(self._compute(batch[0].request.key, inputs, is_wanted))
-            rows = [[next(outputs) for _ in part.inputs] for part in batch]
+            rows = [[next(outputs) for _ in share.inputs] for share in batch]
         except Exception as error:
             if not is_wanted():
                 return
@@ -236,11 +238,11 @@ class Batcher(Generic[Key, Given, Made]):
             self._settle(batch[middle:])
             return
         seconds = time.monotonic() - started
-        self.learn_speed(sum(part.size for part in batch), seconds)
+        self.learn_speed(sum(share.size for share in batch), seconds)
         # First: whoever has an answer finds it in the metrics.
         self._on_batch(BatchTimes(len(inputs), len(batch), seconds))
-        for part, row in zip(batch, rows, strict=True):
-            request = part.request
+        for share, row in zip(batch, rows, strict=True):
+            request = share.request
             request.outputs += row
             request.batches += 1
             is_complete = len(request.outputs) == len(request.inputs)

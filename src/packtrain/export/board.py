@@ -127,12 +127,15 @@ _ADVICE = (
 
 
 @dataclass(frozen=True)
-class _Found:
-    """The answer of `_LOOK`. `free_bytes` is None if there is no df."""
+class _LookAnswer:
+    """The answer of `_LOOK`: of the folder all `names`, and `digests` if it holds this model already.
+
+    `free_bytes` is None if there is no df.
+    """
 
     words: frozenset[str]
-    there: Mapping[str, str]
-    others: tuple[str, ...]
+    digests: Mapping[str, str]
+    names: tuple[str, ...]
     staged: Mapping[str, Staged]
     free_bytes: int | None
     manifest: bytes | None
@@ -159,24 +162,24 @@ class BoardDestination(Destination):
 
     def look(self, files: Sequence[StoredFile]) -> Mapping[str, Staged] | None:
         names = [file.name for file in files]
-        found = _found(self._script(_LOOK, [files[-1].sha256, *names], files))
+        answer = _parse_look(self._script(_LOOK, [files[-1].sha256, *names], files))
         self._has_answered = True
-        if "link" in found.words:
+        if "link" in answer.words:
             raise Mistake(f"{self.where}: is a symbolic link; name the directory that it leads to")
-        if "file" in found.words:
+        if "file" in answer.words:
             raise Mistake(f"{self.where}: is a file; choose another name")
-        if "foreign" in found.words:
+        if "foreign" in answer.words:
             raise Mistake(f"{self.host}: {self._stage} belongs to somebody else; choose another directory")
-        if found.others:
-            self.check_replaced(found.manifest, found.others)
-        if all(found.there.get(file.name) == file.sha256 for file in files):
+        if answer.names:
+            self.check_replaced(answer.manifest, answer.names)
+        if all(answer.digests.get(file.name) == file.sha256 for file in files):
             self._script(_FORGET, (), ())
             return None
-        needed, free = missing_bytes(files, found.staged), found.free_bytes
+        needed, free = missing_bytes(files, answer.staged), answer.free_bytes
         if free is not None and needed > free - SPARE_BYTES:
             self._script(_FORGET, (), ())
             raise full_disk(self.where, needed, free - SPARE_BYTES)
-        return found.staged
+        return answer.staged
 
     def send(self, file: StoredFile, path: Path, start: int, moved: Callable[[int], None]) -> None:
         command = ["sh", "-c", f'{_SEND}{">>" if start else ">"}"$1"', self._stage, f"{self._stage}/{file.name}"]
@@ -235,21 +238,21 @@ class BoardDestination(Destination):
         return Mistake(f"{self.where}: {text}")
 
 
-def _found(lines: Sequence[str]) -> _Found:
+def _parse_look(lines: Sequence[str]) -> _LookAnswer:
     end = lines.index("manifest") if "manifest" in lines else len(lines)
     manifest = "\n".join(lines[end + 1 :]).encode() if end < len(lines) else None
-    there, staged, others, free = {}, {}, [], None
+    digests, staged, names, free = {}, {}, [], None
     for line in lines[:end]:
-        word, _, rest = line.partition(" ")
+        word, _, detail = line.partition(" ")
         if word == "there":
-            digest, _, name = rest.partition(" ")
-            there[name] = digest
+            digest, _, name = detail.partition(" ")
+            digests[name] = digest
         elif word == "staged":
-            digest, size, name = rest.split(" ", 2)
+            digest, size, name = detail.split(" ", 2)
             staged[name] = Staged(int(size), digest)
         elif word == "other":
-            others.append(rest)
-        elif word == "free" and rest.isdecimal():
-            free = int(rest) * 1024
+            names.append(detail)
+        elif word == "free" and detail.isdecimal():
+            free = int(detail) * 1024
     is_small = manifest is not None and len(manifest) <= MAX_MANIFEST_BYTES
-    return _Found(frozenset(lines[:end]), there, tuple(others), staged, free, manifest if is_small else None)
+    return _LookAnswer(frozenset(lines[:end]), digests, tuple(names), staged, free, manifest if is_small else None)

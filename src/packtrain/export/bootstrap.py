@@ -50,7 +50,7 @@ def resampled(statistics: Mapping[str, Statistic], resamples: int = RESAMPLES, s
     """
     if not statistics:
         return {}
-    table = np.concatenate([one.rows for one in statistics.values()], axis=1)
+    table = np.concatenate([statistic.rows for statistic in statistics.values()], axis=1)
     count = len(table)
     generator = np.random.default_rng(seed)
     sums = []
@@ -61,9 +61,11 @@ def resampled(statistics: Mapping[str, Statistic], resamples: int = RESAMPLES, s
         places = drawn + count * np.arange(len(drawn))[:, None]
         weights = np.bincount(places.ravel(), minlength=drawn.size).reshape(drawn.shape)
         sums.append(weights.astype(np.float64) @ table)
-    edges = np.cumsum([one.rows.shape[1] for one in statistics.values()])[:-1]
+    edges = np.cumsum([statistic.rows.shape[1] for statistic in statistics.values()])[:-1]
     columns = np.split(np.concatenate(sums), edges, axis=1)
-    return {name: one.score(own) for (name, one), own in zip(statistics.items(), columns, strict=True)}
+    return {
+        name: statistic.score(column) for (name, statistic), column in zip(statistics.items(), columns, strict=True)
+    }
 
 
 def interval_of(scores: Floats) -> Interval:
@@ -87,11 +89,11 @@ def widened(difference: Difference, samples: int) -> Interval:
     return Interval(value - factor * (value - low), value + factor * (high - value))
 
 
-def difference_of(own: Floats, others: Floats, value: float) -> Difference:
+def difference_of(scores: Floats, other_scores: Floats, value: float) -> Difference:
     """Compare the scores of two models on the same resamples; `value` is their difference on all samples."""
-    gaps = others - own
+    gaps = other_scores - scores
     if not gaps.any() and value == 0:
         return Difference(0.0, Interval(0.0, 0.0), 1.0)  # the same outputs: the formula below would find 1 / 1001
     absolute = np.abs(gaps)
-    more = int((absolute - absolute.mean() > abs(value)).sum())
-    return Difference(value, interval_of(gaps), (more + 1) / (len(gaps) + 1))
+    num_larger = int((absolute - absolute.mean() > abs(value)).sum())
+    return Difference(value, interval_of(gaps), (num_larger + 1) / (len(gaps) + 1))

@@ -77,17 +77,17 @@ class Destination(ABC):
         if data is None:
             raise Mistake(f"{self.where}: has files but is not a model; choose another directory")
         try:
-            known = {MANIFEST, *(file.name for file in decode_manifest(data, self.where).files)}
+            model_files = {MANIFEST, *(file.name for file in decode_manifest(data, self.where).files)}
         except Mistake:
             raise Mistake(f"{self.where}: its {MANIFEST} is not that of a model; choose another directory") from None
-        if others := sorted(set(names) - known):
-            more = f" and {len(others) - 1} more" if len(others) > 1 else ""
-            fault = f"{printable(others[0], 80)}{more} there does not belong to the model that would be replaced"
+        if foreign := sorted(set(names) - model_files):
+            and_more = f" and {len(foreign) - 1} more" if len(foreign) > 1 else ""
+            fault = f"{printable(foreign[0], 80)}{and_more} there does not belong to the model that would be replaced"
             raise Mistake(f"{self.where}: {fault}; move it away, or choose another directory")
 
 
 @contextmanager
-def untracked(what: str, total_bytes: int) -> Iterator[Callable[[int], None]]:  # noqa: ARG001
+def untracked(title: str, total_bytes: int) -> Iterator[Callable[[int], None]]:  # noqa: ARG001
     yield lambda _: None
 
 
@@ -100,9 +100,9 @@ def deliver(
 ) -> int:
     """Bring the model in `folder` to `where`, and return how many bytes had to be sent."""
     manifest_file = folder / MANIFEST
-    own = read_manifest(folder).files
+    model_files = read_manifest(folder).files
     data = manifest_file.read_bytes()
-    files = [*own, StoredFile(MANIFEST, len(data), hashlib.sha256(data).hexdigest())]
+    files = [*model_files, StoredFile(MANIFEST, len(data), hashlib.sha256(data).hexdigest())]
     destination = destination_of(where)
     pauses = pauses or Backoff(1.0, 15.0, limit_seconds=120.0)
     delivery = _Delivery(folder, destination, files, say, track)
@@ -161,9 +161,9 @@ class _Delivery:
         if not missing:
             return
         self._arrived = sum(start or 0 for start in starts.values())
-        there = f"; {show_bytes(self._arrived)} are there" if self._arrived else ""
-        what = f"{counted(len(missing), 'file')}, {show_bytes(total)}"
-        self._say(f"sending {what} to {self._destination.where}{there}")
+        already = f"; {show_bytes(self._arrived)} are there" if self._arrived else ""
+        amount = f"{counted(len(missing), 'file')}, {show_bytes(total)}"
+        self._say(f"sending {amount} to {self._destination.where}{already}")
         with self._track("model", total) as advance:
 
             def moved(count: int) -> None:
@@ -182,10 +182,10 @@ def _start(path: Path, file: StoredFile, staged: Staged | None) -> int | None:
         return file.bytes if staged.sha256 == file.sha256 else None
     # The beginning of this file, or of one that another model had under the same name?
     with path.open("rb") as source:
-        digest, left = hashlib.sha256(), staged.bytes
-        while left and (chunk := source.read(min(left, CHUNK_BYTES))):
+        digest, remaining = hashlib.sha256(), staged.bytes
+        while remaining and (chunk := source.read(min(remaining, CHUNK_BYTES))):
             digest.update(chunk)
-            left -= len(chunk)
+            remaining -= len(chunk)
     return staged.bytes if digest.hexdigest() == staged.sha256 else None
 
 
@@ -302,29 +302,29 @@ def _is_same(path: Path, file: StoredFile) -> bool:
     return path.is_file() and path.stat().st_size == file.bytes and sha256_of(path) == file.sha256
 
 
-def replace_folder(new: Path, target: Path) -> None:
+def replace_folder(replacement: Path, target: Path) -> None:
     """Give `new` the name of `target`, which may be there; nobody finds half of either under that name."""
     if not target.exists():
-        new.rename(target)
-    elif _exchange(new, target):
-        shutil.rmtree(new)
+        replacement.rename(target)
+    elif _exchange(replacement, target):
+        shutil.rmtree(replacement)
     else:  # a file system that cannot: for a moment there is none
-        old = target.with_name(f".{target.name}.old")
-        shutil.rmtree(old, ignore_errors=True)
-        target.rename(old)
+        previous = target.with_name(f".{target.name}.old")
+        shutil.rmtree(previous, ignore_errors=True)
+        target.rename(previous)
         try:
-            new.rename(target)
+            replacement.rename(target)
         except OSError:
-            old.rename(target)
+            previous.rename(target)
             raise
-        shutil.rmtree(old)
+        shutil.rmtree(previous)
 
 
 def _exchange(first: Path, second: Path) -> bool:
     """Swap two names in one step; False if the kernel or the file system cannot."""
     call = getattr(ctypes.CDLL(None, use_errno=True), "renameat2", None)
-    here, exchange = -100, 2  # AT_FDCWD, RENAME_EXCHANGE
-    return call is not None and call(here, os.fsencode(first), here, os.fsencode(second), exchange) == 0
+    cwd, exchange = -100, 2  # AT_FDCWD, RENAME_EXCHANGE
+    return call is not None and call(cwd, os.fsencode(first), cwd, os.fsencode(second), exchange) == 0
 
 
 class BucketDestination(Destination):
@@ -338,7 +338,7 @@ class BucketDestination(Destination):
 
     def look(self, files: Sequence[StoredFile]) -> Mapping[str, Staged] | None:
         sizes = {entry.key: entry.size for entry in self._store.list()}
-        known = self._known(sizes)
+        delivered = self._delivered_names(sizes)
         staged = {
             file.name: Staged(file.bytes, file.sha256)
             for file in files
@@ -346,13 +346,13 @@ class BucketDestination(Destination):
         }
         if self._NAMES not in sizes and len(staged) == len(files):
             return None
-        names = sorted(known | {file.name for file in files})
+        names = sorted(delivered | {file.name for file in files})
         self._store.put(self._NAMES, json.dumps(names).encode())
         self._store.delete(MANIFEST)  # until the new files are there, it is no model
         staged.pop(MANIFEST, None)
         return staged
 
-    def _known(self, sizes: Mapping[str, int]) -> set[str]:
+    def _delivered_names(self, sizes: Mapping[str, int]) -> set[str]:
         """Return the names of what an earlier delivery has put there; raise if there is anything else."""
         names = set(sizes) - {self._NAMES}
         listed = self._listed() if self._NAMES in sizes else None
@@ -378,8 +378,8 @@ class BucketDestination(Destination):
         moved(file.bytes)
 
     def commit(self, files: Sequence[StoredFile]) -> list[str]:
-        others = [file for file in files if file.name != MANIFEST]
-        if altered := [file.name for file in others if not self._arrived(file)]:
+        data_files = [file for file in files if file.name != MANIFEST]
+        if altered := [file.name for file in data_files if not self._arrived(file)]:
             return altered
         names = {file.name for file in files}
         for entry in self._store.list():

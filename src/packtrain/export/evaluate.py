@@ -129,7 +129,8 @@ class ModelScores:
             "notes": list(self.notes),
             # Pictures and the like are in the folder of a run, not here.
             "examples": [
-                {"input": one.input, "reference": one.reference, "prediction": one.prediction} for one in self.shown
+                {"input": sample.input, "reference": sample.reference, "prediction": sample.prediction}
+                for sample in self.shown
             ],
         }
 
@@ -187,12 +188,12 @@ def _digest(manifest: Manifest) -> str | None:
 class SamplePack(Pack):
     """Samples for a model that is not from their pack: files that its job names stay those of its own."""
 
-    def __init__(self, store: Store, manifest: Manifest, directory: Path, own: Pack) -> None:
+    def __init__(self, store: Store, manifest: Manifest, directory: Path, model_pack: Pack) -> None:
         super().__init__(store, manifest.name, directory, manifest=manifest)
-        self._own = own
+        self._model_pack = model_pack
 
     def given_file(self, path: str) -> Path:
-        return self._own.given_file(path)
+        return self._model_pack.given_file(path)
 
 
 # The data.
@@ -207,17 +208,17 @@ class EvaluationTask:
     notes: Sequence[str] = ()
 
 
-def _own_task(subject: Subject, wanted: str | None) -> EvaluationTask:
+def _own_task(subject: Subject, requested: str | None) -> EvaluationTask:
     if subject.absent:
         raise Mistake(f"{subject.name}: {subject.absent}")
-    for split in (wanted,) if wanted else ("test", "valid"):
+    for split in (requested,) if requested else ("test", "valid"):
         if subject.recipe.count(split):
             return EvaluationTask(subject.recipe, split)
-    if wanted is None:
+    if requested is None:
         raise Mistake(f"{subject.name} has neither a test nor a valid split; pass --data")
-    others = [split for split in ("test", "valid") if subject.recipe.count(split)]
-    advice = f"pass --split {others[0]}, or --data" if others else "pass --data"
-    raise Mistake(f"--split {wanted}: {subject.name} has no such split; {advice}")
+    available = [split for split in ("test", "valid") if subject.recipe.count(split)]
+    advice = f"pass --split {available[0]}, or --data" if available else "pass --data"
+    raise Mistake(f"--split {requested}: {subject.name} has no such split; {advice}")
 
 
 class _LaterData:
@@ -273,8 +274,10 @@ def _class_notes(pack: Pack) -> list[str]:
     classes = pack.manifest.classes
     if not classes:
         return []
-    found = len(np.unique(pack.split(LATER).plain("label")))
-    return [] if found == len(classes) else [f"the data has {found:,} of the {len(classes):,} classes of the model"]
+    num_present = len(np.unique(pack.split(LATER).plain("label")))
+    if num_present == len(classes):
+        return []
+    return [f"the data has {num_present:,} of the {len(classes):,} classes of the model"]
 
 
 # Evaluations.
@@ -300,10 +303,10 @@ def evaluate(
 
 
 def _check(subject: Subject, first: Subject, options: EvaluateOptions) -> None:
-    recipe, other = subject.recipe, first.recipe
-    if recipe.job.recipe != other.job.recipe:
+    recipe, word, first_word = subject.recipe, subject.recipe.job.recipe, first.recipe.job.recipe
+    if word != first_word:
         raise Mistake(
-            f"--against: {subject.name} is a model of {recipe.job.recipe} and {first.name} one of {other.job.recipe};"
+            f"--against: {subject.name} is a model of {word} and {first.name} one of {first_word};"
             " compare models of the same recipe"
         )
     if options.beam is not None and "beam" not in recipe.decode_options:
@@ -316,14 +319,16 @@ def _check(subject: Subject, first: Subject, options: EvaluateOptions) -> None:
         raise Mistake(f"evaluate needs {', '.join(missing)} for the scores of {recipe.job.recipe}; run `{command}`")
 
 
-def _check_samples(first: Subject, task: EvaluationTask, other: Subject, its: EvaluationTask) -> None:
+def _check_samples(first: Subject, first_task: EvaluationTask, second: Subject, second_task: EvaluationTask) -> None:
     """Refuse splits that were not packed from the same raw data."""
-    one, two = task.recipe.pack.manifest, its.recipe.pack.manifest
-    sources = [manifest.settings.get("splits", {}).get(task.split) for manifest in (one, two)]
-    same = sources[0] == sources[1] and task.recipe.count(task.split) == its.recipe.count(task.split)
-    if one.name != two.name and not same:
+    split = first_task.split
+    manifests = [task.recipe.pack.manifest for task in (first_task, second_task)]
+    sources = [manifest.settings.get("splits", {}).get(split) for manifest in manifests]
+    counts = [task.recipe.count(split) for task in (first_task, second_task)]
+    is_same_data = sources[0] == sources[1] and counts[0] == counts[1]
+    if manifests[0].name != manifests[1].name and not is_same_data:
         raise Mistake(
-            f"--against: the {task.split} splits of {first.name} and {other.name} have different data; pass --data"
+            f"--against: the {split} splits of {first.name} and {second.name} have different data; pass --data"
         )
 
 
@@ -341,7 +346,7 @@ def _evaluated(subject: Subject, task: EvaluationTask, options: EvaluateOptions,
     seconds = time.perf_counter() - started
     statistics = recipe.statistics(split, ids, measured) if measured.rows else {}
     statistics = _matching(statistics, scores.values)
-    found = resampled(statistics)
+    resamples = resampled(statistics)
     return ModelScores(
         subject,
         loaded.step,
@@ -352,13 +357,13 @@ def _evaluated(subject: Subject, task: EvaluationTask, options: EvaluateOptions,
         seconds,
         {
             name: SampledScore(
-                value, interval_of(found[name]) if name in found else None, scores.signatures.get(name, "")
+                value, interval_of(resamples[name]) if name in resamples else None, scores.signatures.get(name, "")
             )
             for name, value in scores.values.items()
         },
         scores.samples,
         task.notes,
-        found,
+        resamples,
         _predictions(subject, task, ids, measured, statistics) if options.predictions else (),
     )
 
@@ -394,62 +399,62 @@ def _matching(statistics: Mapping[str, Statistic], values: Mapping[str, float]) 
 
 @dataclass(frozen=True, eq=False)
 class Comparison:
-    """Two models on the same samples; a difference is what the other has more."""
+    """Two models on the same samples; a difference is what the second has more."""
 
-    own: ModelScores
-    other: ModelScores
+    first: ModelScores
+    second: ModelScores
     differences: Mapping[str, Difference]
     verdict: str
 
     def as_json(self) -> dict[str, Any]:
         return {
-            "against": self.other.as_json(),
+            "against": self.second.as_json(),
             "differences": {
                 name: {
-                    "value": one.value,
-                    "interval": [one.interval.low, one.interval.high],
-                    "p_value": one.p_value,
-                    "significant": one.is_significant,
+                    "value": difference.value,
+                    "interval": [difference.interval.low, difference.interval.high],
+                    "p_value": difference.p_value,
+                    "significant": difference.is_significant,
                 }
-                for name, one in self.differences.items()
+                for name, difference in self.differences.items()
             },
             "verdict": self.verdict,
         }
 
 
-def compare(own: ModelScores, other: ModelScores) -> Comparison:
+def compare(first: ModelScores, second: ModelScores) -> Comparison:
     """Compare by paired bootstrap resampling: both models on the same resamples."""
-    manifests = [one.subject.recipe.pack.manifest for one in (own, other)]
+    manifests = [scores.subject.recipe.pack.manifest for scores in (first, second)]
     unlike = frozenset() if _digest(manifests[0]) == _digest(manifests[1]) else _PER_TOKEN
     differences = {
         name: difference_of(
-            own.resamples[name], other.resamples[name], other.scores[name].value - own.scores[name].value
+            first.resamples[name], second.resamples[name], second.scores[name].value - first.scores[name].value
         )
-        for name in own.resamples
-        if name in other.resamples and name not in unlike
+        for name in first.resamples
+        if name in second.resamples and name not in unlike
     }
-    return Comparison(own, other, differences, _verdict(own, other, differences))
+    return Comparison(first, second, differences, _verdict(first, second, differences))
 
 
-def _verdict(own: ModelScores, other: ModelScores, differences: Mapping[str, Difference]) -> str:
+def _verdict(first: ModelScores, second: ModelScores, differences: Mapping[str, Difference]) -> str:
     """Return a sentence about the score that decides which checkpoint of such a model is the best."""
-    recipe = own.subject.recipe
+    recipe = first.subject.recipe
     name = measure_of(recipe.job, type(recipe)).name
     if name not in differences:
         name = recipe.best_metric
     if name not in differences:
         return f"{name} cannot be compared: it has no interval, or is per token of different vocabularies"
-    found = differences[name]
+    difference = differences[name]
     # From the point of view of the better model, so that the numbers are positive.
-    other_leads = (found.value > 0) != (name in recipe.lower_is_better)
-    low, high = found.interval.low, found.interval.high
-    if found.value < 0:
+    second_leads = (difference.value > 0) != (name in recipe.lower_is_better)
+    low, high = difference.interval.low, difference.interval.high
+    if difference.value < 0:
         low, high = -high, -low
-    figures = f"95 % interval {show(low)} to {show(high)}, p = {found.p_value:.3f}"
-    if not found.is_significant:
-        return f"no difference beyond noise: {show(abs(found.value))} {name} ({figures})"
-    winner = other if other_leads else own
-    return f"{winner.subject.name} is better by {show(abs(found.value))} {name} ({figures})"
+    figures = f"95 % interval {show(low)} to {show(high)}, p = {difference.p_value:.3f}"
+    if not difference.is_significant:
+        return f"no difference beyond noise: {show(abs(difference.value))} {name} ({figures})"
+    winner = second if second_leads else first
+    return f"{winner.subject.name} is better by {show(abs(difference.value))} {name} ({figures})"
 
 
 def show(value: float) -> str:

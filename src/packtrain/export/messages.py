@@ -45,19 +45,19 @@ class RequestFault(Exception):
         return ErrorResponse(error=ErrorBody(message=self.message, type=kind, param=self.param, code=self.code))
 
 
-class _Asked(BaseModel):
+class _RequestModel(BaseModel):
     """Part of a request: unknown fields are refused, and `"3"` is not a number."""
 
     model_config = ConfigDict(frozen=True, strict=True, extra="forbid")
 
 
-class _Lenient(_Asked):
+class _LenientModel(_RequestModel):
     """Part of a request of OpenAI's clients, which send fields that do not matter here."""
 
     model_config = ConfigDict(extra="ignore")
 
 
-class _Said(BaseModel):
+class _ResponseModel(BaseModel):
     """Part of a response. Fields that are set are always there, so the description calls them required."""
 
     model_config = ConfigDict(frozen=True, json_schema_serialization_defaults_required=True)
@@ -68,11 +68,13 @@ def _unsupported(*harmless: Any) -> PlainValidator:
 
     def check(value: object) -> object:
         # True is 1 in Python, but not in JSON.
-        if not any(value == one and isinstance(value, bool) == isinstance(one, bool) for one in (None, *harmless)):
+        if not any(
+            value == allowed and isinstance(value, bool) == isinstance(allowed, bool) for allowed in (None, *harmless)
+        ):
             raise ValueError("is not supported; remove it")
         return value
 
-    values = ", ".join(json.dumps(one) for one in (*harmless, None))
+    values = ", ".join(json.dumps(allowed) for allowed in (*harmless, None))
     schema = in_schema(enum=[None, *harmless], description=f"Not supported; must be {values}.")
     return PlainValidator(check, json_schema_input_type=schema)
 
@@ -81,7 +83,7 @@ Beam = Annotated[int, Field(ge=1, le=MAX_BEAM)]
 Seed = Annotated[int, Field(ge=0, le=_MAX_SEED)]
 
 
-class PredictOptions(_Asked):
+class PredictOptions(_RequestModel):
     """How outputs are generated; null leaves the choice to the model."""
 
     beam: Beam | None = Field(None, description="Beam size.")
@@ -109,22 +111,22 @@ class PredictRequest(PredictOptions):
     )
 
 
-class ScoredOutput(_Said):
+class ScoredOutput(_ResponseModel):
     output: str
     score: float = Field(description="Log-probability, normalized by length.")
 
 
-class ClassProbability(_Said):
+class ClassProbability(_ResponseModel):
     class_: str = Field(alias="class")
     probability: float
 
 
-class WordMap(_Said):
+class WordMap(_ResponseModel):
     word: str
     attention: list[list[float]] = Field(description="Rows of the image from the top; all values add up to 1.")
 
 
-class PredictedOutput(_Said):
+class PredictedOutput(_ResponseModel):
     """The output for one input. Which fields it has depends on the model."""
 
     model_config = ConfigDict(extra="allow", json_schema_serialization_defaults_required=False)
@@ -137,44 +139,44 @@ class PredictedOutput(_Said):
     note: str | None = Field(None, description="A warning about the input.")
 
 
-class PredictResponse(_Said):
+class PredictResponse(_ResponseModel):
     model: str
     predictions: list[PredictedOutput] = Field(description="One for each input, in order.")
 
 
-class ErrorBody(_Said):
+class ErrorBody(_ResponseModel):
     message: str
     type: str
     param: str | None
     code: str
 
 
-class ErrorResponse(_Said):
+class ErrorResponse(_ResponseModel):
     error: ErrorBody
 
 
 # What OpenAI's clients send and expect.
 
 
-class TextPart(_Lenient):
+class TextPart(_LenientModel):
     type: Literal["text"]
     text: str
 
 
-class ChatMessage(_Lenient):
+class ChatMessage(_LenientModel):
     role: Literal["system", "developer", "user", "assistant"]
     content: str | list[TextPart]
 
     @property
     def text(self) -> str:
-        return self.content if isinstance(self.content, str) else "".join(part.text for part in self.content)
+        return self.content if isinstance(self.content, str) else "".join(text_part.text for text_part in self.content)
 
 
-class StreamOptions(_Lenient):
+class StreamOptions(_LenientModel):
     include_usage: bool | None = None
 
 
-class OpenAiRequest(_Lenient):
+class OpenAiRequest(_LenientModel):
     """The fields that both kinds of completions share."""
 
     model: str | None = Field(None, description="The name in /v1/models; may be left out.")
@@ -197,8 +199,8 @@ class OpenAiRequest(_Lenient):
 
     @property
     def stops(self) -> list[str]:
-        given = [self.stop] if isinstance(self.stop, str) else self.stop or []
-        return [one for one in given if one]
+        stops = [self.stop] if isinstance(self.stop, str) else self.stop or []
+        return [stop for stop in stops if stop]
 
 
 class ChatRequest(OpenAiRequest):
@@ -236,26 +238,26 @@ class CompletionRequest(OpenAiRequest):
 Finish = Literal["stop", "length"]
 
 
-class Usage(_Said):
+class Usage(_ResponseModel):
     prompt_tokens: int
     completion_tokens: int
     total_tokens: int
 
 
-class AssistantMessage(_Said):
+class AssistantMessage(_ResponseModel):
     role: Literal["assistant"] = "assistant"
     content: str
     refusal: None = None
 
 
-class ChatChoice(_Said):
+class ChatChoice(_ResponseModel):
     index: int
     message: AssistantMessage
     logprobs: None = None
     finish_reason: Finish
 
 
-class ChatCompletion(_Said):
+class ChatCompletion(_ResponseModel):
     id: str
     object: Literal["chat.completion"] = "chat.completion"
     created: int
@@ -271,7 +273,7 @@ class ChatDelta(TypedDict, total=False):
     content: str
 
 
-class ChatChunkChoice(_Said):
+class ChatChunkChoice(_ResponseModel):
     model_config = ConfigDict(json_schema_serialization_defaults_required=False)  # for the delta
 
     index: int
@@ -280,7 +282,7 @@ class ChatChunkChoice(_Said):
     finish_reason: Finish | None = None
 
 
-class ChatChunk(_Said):
+class ChatChunk(_ResponseModel):
     """One event of a streamed chat completion."""
 
     id: str
@@ -291,14 +293,14 @@ class ChatChunk(_Said):
     usage: Usage | None = None
 
 
-class TextChoice(_Said):
+class TextChoice(_ResponseModel):
     index: int
     text: str
     logprobs: None = None
     finish_reason: Finish | None
 
 
-class TextCompletion(_Said):
+class TextCompletion(_ResponseModel):
     """A completion, or one event of a streamed one."""
 
     id: str
@@ -309,13 +311,13 @@ class TextCompletion(_Said):
     usage: Usage | None
 
 
-class ServiceLimits(_Said):
+class ServiceLimits(_ResponseModel):
     max_bytes: int = Field(description="Of the body of a request.")
     max_inputs: int
     timeout_seconds: float
 
 
-class ModelFacts(_Said):
+class ModelFacts(_ResponseModel):
     """The model and the inputs and options that it accepts; clients of OpenAI ignore these facts."""
 
     recipe: str
@@ -329,7 +331,7 @@ class ModelFacts(_Said):
     limits: ServiceLimits
 
 
-class ModelEntry(_Said):
+class ModelEntry(_ResponseModel):
     id: str
     object: Literal["model"] = "model"
     created: int
@@ -337,12 +339,12 @@ class ModelEntry(_Said):
     packtrain: ModelFacts
 
 
-class ModelList(_Said):
+class ModelList(_ResponseModel):
     object: Literal["list"] = "list"
     data: list[ModelEntry]
 
 
-class ServiceState(_Said):
+class ServiceState(_ResponseModel):
     status: Literal["ok", "loading", "ready", "draining", "failed", "stuck"]
 
 
@@ -372,8 +374,8 @@ def read_query(shape: type[Shape], query: Mapping[str, str]) -> Shape:
 def _in_one_line(error: ValidationError, shape: type[BaseModel]) -> RequestFault:
     details = error.errors(include_url=False)
     # The first fault, except that a list is no string where a list is accepted too: what is wrong in it comes next.
-    is_other = (one["type"] == "string_type" and isinstance(one["input"], list) for one in details)
-    at = next((number for number, other in enumerate(is_other) if not other), 0)
+    is_other_type = [detail["type"] == "string_type" and isinstance(detail["input"], list) for detail in details]
+    at = is_other_type.index(False) if False in is_other_type else 0
     detail = details[at]
     if detail["type"] == "json_invalid":
         return RequestFault(400, f"the body is not valid JSON: {printable(str(detail['ctx']['error']), _SHOWN)}")
@@ -381,8 +383,10 @@ def _in_one_line(error: ValidationError, shape: type[BaseModel]) -> RequestFault
         return RequestFault(400, "the body must be a JSON object")
     location, words, _ = faults(error)[at]
     # In a union, the location also names the alternative that was tried, such as `list[str]`.
-    known = [one for one in location if isinstance(one, int) or (one.isidentifier() and one not in ("str", "dict"))]
-    place = printable(".".join(map(str, known)), _SHOWN)
+    steps = [
+        step for step in location if isinstance(step, int) or (step.isidentifier() and step not in ("str", "dict"))
+    ]
+    place = printable(".".join(map(str, steps)), _SHOWN)
     if detail["type"] == "extra_forbidden":
         words = f"unknown field; known: {', '.join(shape.model_fields)}"
     return RequestFault(400, f"{place}: {words}" if place else words, param=place or None)
@@ -423,12 +427,12 @@ def openapi(model: ModelEntry, version: str, needs_token: bool) -> dict[str, Any
     facts = model.packtrain
     paths: dict[str, Any] = {"/v1/predict": {"post": _predict_operation(facts)}}
     if facts.inputs == "texts":
-        for path, name, asked, said, chunk in (
+        for path, name, request, response, chunk in (
             ("/v1/chat/completions", "createChatCompletion", ChatRequest, ChatCompletion, ChatChunk),
             ("/v1/completions", "createCompletion", CompletionRequest, TextCompletion, TextCompletion),
         ):
-            content = {_JSON: _schema(said), "text/event-stream": _schema(chunk)}
-            paths[path] = {"post": _operation(name, "As OpenAI's clients ask.", {_JSON: _schema(asked)}, content)}
+            content = {_JSON: _schema(response), "text/event-stream": _schema(chunk)}
+            paths[path] = {"post": _operation(name, "As OpenAI's clients ask.", {_JSON: _schema(request)}, content)}
     parameter = {"name": "model", "in": "path", "required": True, "schema": {"type": "string"}}
     closed = (401, 403)
     paths |= {
@@ -463,10 +467,10 @@ def _any(kind: str) -> dict[str, Any]:
 
 
 def _predict_operation(facts: ModelFacts) -> dict[str, Any]:
-    asked: dict[str, Any] = {_JSON: _schema(PredictRequest)}
-    operation = _operation("predict", "Predict for one or more inputs.", asked, {_JSON: _schema(PredictResponse)})
+    request: dict[str, Any] = {_JSON: _schema(PredictRequest)}
+    operation = _operation("predict", "Predict for one or more inputs.", request, {_JSON: _schema(PredictResponse)})
     if facts.inputs == "images":
-        asked["image/*"] = {"schema": {}}  # the file itself
+        request["image/*"] = {"schema": {}}  # the file itself
         options = PredictOptions.model_json_schema()["properties"]
         operation["parameters"] = [
             {"name": name, "in": "query", "required": False, "schema": options[name], "description": "With image/*."}
@@ -475,12 +479,12 @@ def _predict_operation(facts: ModelFacts) -> dict[str, Any]:
     return operation
 
 
-def _operation(name: str, summary: str, asked: Mapping[str, Any], said: Mapping[str, Any]) -> dict[str, Any]:
-    return {**_read(name, summary, said, _WORK_FAULTS), "requestBody": {"required": True, "content": asked}}
+def _operation(name: str, summary: str, request: Mapping[str, Any], response: Mapping[str, Any]) -> dict[str, Any]:
+    return {**_read(name, summary, response, _WORK_FAULTS), "requestBody": {"required": True, "content": request}}
 
 
-def _read(name: str, summary: str, said: Mapping[str, Any], codes: Sequence[int]) -> dict[str, Any]:
-    responses: dict[str, Any] = {"200": {"description": "Done.", "content": said}}
+def _read(name: str, summary: str, response: Mapping[str, Any], codes: Sequence[int]) -> dict[str, Any]:
+    responses: dict[str, Any] = {"200": {"description": "Done.", "content": response}}
     for code in codes:
         responses[str(code)] = {"description": _FAULTS[code], "content": {_JSON: _schema(ErrorResponse)}}
     return {"operationId": name, "summary": summary, "responses": responses}

@@ -81,7 +81,7 @@ from packtrain.pack.vocabulary import MAX_TEXT_BYTES, is_too_long
 from packtrain.process import end_process
 from packtrain.units import show_bytes
 
-Asked = TypeVar("Asked", bound=OpenAiRequest)
+OpenAiShape = TypeVar("OpenAiShape", bound=OpenAiRequest)
 
 _PAGE = Path(__file__).parent / "page"
 _FILES = {
@@ -316,7 +316,7 @@ class Endpoints:
         return [self._service.entry] if self._service.state == "ready" else []
 
     def _check_model(self, name: str | None) -> None:
-        if name is None or name in [one.id for one in self._served]:
+        if name is None or name in [entry.id for entry in self._served]:
             return
         served = f"this service has {self._service.model.name}" if self._served else "it is not ready"
         raise RequestFault(404, f"no model {quoted(name)}; {served}", "model_not_found", "model")
@@ -326,57 +326,57 @@ class Endpoints:
     async def predict(self, request: Request) -> Response:
         deadline = await self._begin(request)
         async with self._body(request, deadline) as body:
-            asked, questions = self._asked(request, body)
+            message, questions = self._predict_message(request, body)
             options = DecodeOptions(
-                **asked.model_dump(include={"beam", "nucleus", "temperature", "repetition", "seed"})
+                **message.model_dump(include={"beam", "nucleus", "temperature", "repetition", "seed"})
             )
             is_conversation = isinstance(questions[0].value, tuple)
-            manner = self._service.manner(options, asked.n_best, is_conversation)
+            manner = self._service.manner(options, message.n_best, is_conversation)
             answers = await self._answers(request, manner, questions, deadline)
         predictions = [
             PredictedOutput.model_validate(
-                {"output": one.prediction.text, **one.prediction.details, "note": one.prediction.note or None}
+                {"output": answer.prediction.text, **answer.prediction.details, "note": answer.prediction.note or None}
             )
-            for one in answers
+            for answer in answers
         ]
         return _json(PredictResponse(model=self._service.model.name, predictions=predictions), full=False)
 
-    def _asked(self, request: Request, body: bytes) -> tuple[PredictOptions, list[Question]]:
+    def _predict_message(self, request: Request, body: bytes) -> tuple[PredictOptions, list[Question]]:
         facts = self._service.entry.packtrain
         if facts.inputs == "images" and _content_type(request).startswith("image/"):
             return read_query(PredictOptions, dict(request.query_params)), [Question(body)]
         if _content_type(request) != "application/json":
             accepted = "application/json" + (" or image/*" if facts.inputs == "images" else "")
             raise RequestFault(415, f"the content type must be {accepted}", "unsupported_media_type")
-        asked = read_message(PredictRequest, body)
-        if (asked.inputs is None) == (asked.turns is None):
+        message = read_message(PredictRequest, body)
+        if (message.inputs is None) == (message.turns is None):
             raise RequestFault(400, "give either inputs or turns", param="inputs")
-        if asked.turns is not None:
+        if message.turns is not None:
             if not facts.chat:
                 raise RequestFault(400, f"turns: {facts.recipe} does not support it; use inputs", param="turns")
-            return asked, [Question(tuple(_checked(asked.turns, "turns")))]
-        assert asked.inputs is not None
+            return message, [Question(tuple(_checked(message.turns, "turns")))]
+        assert message.inputs is not None
         if facts.inputs == "images":
-            return asked, [Question(_decoded(one, number)) for number, one in enumerate(asked.inputs)]
-        return asked, [Question(one) for one in _checked(asked.inputs, "inputs")]
+            return message, [Question(_decoded(text, number)) for number, text in enumerate(message.inputs)]
+        return message, [Question(text) for text in _checked(message.inputs, "inputs")]
 
     # OpenAI's.
 
     async def chat_completions(self, request: Request) -> Response:
         deadline = await self._begin(request)
         async with self._body(request, deadline) as body:
-            asked = self._openai_message(request, ChatRequest, body)
-            spoken = [one for one in asked.messages if one.role in ("user", "assistant")]
+            message = self._openai_message(request, ChatRequest, body)
+            spoken = [turn for turn in message.messages if turn.role in ("user", "assistant")]
             if not spoken or spoken[-1].role != "user":
                 raise RequestFault(400, "messages: the last one must be of the user", param="messages")
-            turns = _checked([one.text for one in spoken], "messages")
+            turns = _checked([turn.text for turn in spoken], "messages")
             is_conversation = self._service.model.recipe.supports_chat
             value = tuple(turns) if is_conversation else turns[-1]
-            rows = await self._completed(request, asked, [Question(value, asked.limit)], is_conversation, deadline)
+            rows = await self._completed(request, message, [Question(value, message.limit)], is_conversation, deadline)
         [(written, usage)] = rows
         head = {"id": f"chatcmpl-{uuid.uuid4().hex}", "created": int(time.time()), "model": self._service.model.name}
-        outputs = [_stopped(one, asked.stops) for one in written]
-        if not asked.stream:
+        outputs = [_stopped(output, message.stops) for output in written]
+        if not message.stream:
             choices = [
                 ChatChoice(index=index, message=AssistantMessage(content=text), finish_reason=finish)
                 for index, (text, finish) in enumerate(outputs)
@@ -387,61 +387,61 @@ class Endpoints:
             for delta, reason in (({"role": "assistant", "content": text}, None), ({}, finish)):
                 choice = {"index": index, "delta": delta, "finish_reason": reason}
                 chunks.append(ChatChunk.model_validate({**head, "choices": [choice]}))
-        if asked.stream_options and asked.stream_options.include_usage:
+        if message.stream_options and message.stream_options.include_usage:
             chunks.append(ChatChunk.model_validate({**head, "choices": [], "usage": usage}))
         return _events(chunks)
 
     async def completions(self, request: Request) -> Response:
         deadline = await self._begin(request)
         async with self._body(request, deadline) as body:
-            asked = self._openai_message(request, CompletionRequest, body)
-            prompts = _checked(asked.prompts, "prompt")
-            questions = [Question(one, asked.max_tokens) for one in prompts]
-            rows = await self._completed(request, asked, questions, False, deadline)
+            message = self._openai_message(request, CompletionRequest, body)
+            prompts = _checked(message.prompts, "prompt")
+            questions = [Question(prompt, message.max_tokens) for prompt in prompts]
+            rows = await self._completed(request, message, questions, False, deadline)
         head = {"id": f"cmpl-{uuid.uuid4().hex}", "created": int(time.time()), "model": self._service.model.name}
-        outputs = [_stopped(one, asked.stops) for written, _ in rows for one in written]
+        outputs = [_stopped(output, message.stops) for written, _ in rows for output in written]
         usage = _sum([usage for _, usage in rows])
         choices = [
             TextChoice(index=index, text=text, finish_reason=finish) for index, (text, finish) in enumerate(outputs)
         ]
-        if not asked.stream:
+        if not message.stream:
             return _json(TextCompletion.model_validate({**head, "choices": choices, "usage": usage}))
         chunks = [TextCompletion.model_validate({**head, "choices": [choice], "usage": None}) for choice in choices]
-        if asked.stream_options and asked.stream_options.include_usage:
+        if message.stream_options and message.stream_options.include_usage:
             chunks.append(TextCompletion.model_validate({**head, "choices": [], "usage": usage}))
         return _events(chunks)
 
-    def _openai_message(self, request: Request, shape: type[Asked], body: bytes) -> Asked:
+    def _openai_message(self, request: Request, shape: type[OpenAiShape], body: bytes) -> OpenAiShape:
         if _content_type(request) != "application/json":
             raise RequestFault(415, "the content type must be application/json", "unsupported_media_type")
-        asked = read_message(shape, body)
-        self._check_model(asked.model)
-        return asked
+        message = read_message(shape, body)
+        self._check_model(message.model)
+        return message
 
     async def _completed(
         self,
         request: Request,
-        asked: OpenAiRequest,
+        message: OpenAiRequest,
         questions: Sequence[Question],
         is_conversation: bool,
         deadline: float,
     ) -> list[tuple[list[Written], Usage]]:
         """Return `n` outputs for each question, and the tokens of both."""
-        options, wanted = _sampling(asked), asked.n or 1
+        options, num_outputs = _sampling(message), message.n or 1
         if options.given and (reason := self._service.no_sampling) is not None:
-            field = "temperature" if asked.temperature else "top_p"
+            field = "temperature" if message.temperature else "top_p"
             raise RequestFault(400, f"{field}: {reason}", param=field)
         # Sampled outputs come from as many copies of the question; a beam search finds several for one.
-        copies = wanted if options.given else 1
-        manner = self._service.manner(options, None if copies == wanted else wanted, is_conversation)
-        repeated = [one for one in questions for _ in range(copies)]
+        copies = num_outputs if options.given else 1
+        manner = self._service.manner(options, None if copies == num_outputs else num_outputs, is_conversation)
+        repeated = [question for question in questions for _ in range(copies)]
         answers = await self._answers(request, manner, repeated, deadline)
         rows = []
         for start in range(0, len(answers), copies):
-            own = answers[start : start + copies]
-            written = [output for one in own for output in one.outputs]
-            num_written = sum(one.num_tokens for one in written)
-            rows.append((written, _usage(own[0].tokens_read, num_written)))
+            answers_of_one = answers[start : start + copies]
+            written = [output for answer in answers_of_one for output in answer.outputs]
+            num_written = sum(output.num_tokens for output in written)
+            rows.append((written, _usage(answers_of_one[0].tokens_read, num_written)))
         return rows
 
     # What all requests that compute share.
@@ -458,12 +458,12 @@ class Endpoints:
 
     async def _read_away(self, request: Request) -> None:
         """Read a body that is not needed: if it arrived after the connection was closed, the answer would be lost."""
-        left = self._service.settings.max_bytes
+        remaining_bytes = self._service.settings.max_bytes
         with suppress(TimeoutError, ClientDisconnect):
             async with asyncio.timeout(_UNREAD_SECONDS):
-                async for part in request.stream():
-                    left -= len(part)
-                    if left < 0:
+                async for chunk in request.stream():
+                    remaining_bytes -= len(chunk)
+                    if remaining_bytes < 0:
                         return
 
     @asynccontextmanager
@@ -488,15 +488,15 @@ class Endpoints:
         declared = request.headers.get("content-length", "")
         if declared.isdecimal() and int(declared) > limit:  # before anything is read
             raise too_large
-        async for part in request.stream():
-            if len(held) + len(part) > limit:
+        async for chunk in request.stream():
+            if len(held) + len(chunk) > limit:
                 raise too_large
-            if self._bytes_held + len(part) > _BODIES * limit:
+            if self._bytes_held + len(chunk) > _BODIES * limit:
                 raise RequestFault(
                     429, "too many bytes are being processed", "overloaded", headers={"Retry-After": "1"}
                 )
-            held += part
-            self._bytes_held += len(part)
+            held += chunk
+            self._bytes_held += len(chunk)
 
     async def _answers(
         self, request: Request, manner: Manner, questions: Sequence[Question], deadline: float
@@ -527,17 +527,17 @@ class Endpoints:
 
     async def _waited(self, request: Request, submitted: Future[Batched[Answer]], deadline: float) -> Batched[Answer]:
         """Wait for the answer, for the client to leave, or for the end of the time."""
-        left = asyncio.ensure_future(_disconnected(request.receive))
+        disconnected = asyncio.ensure_future(_disconnected(request.receive))
         computed = asyncio.wrap_future(submitted)
         try:
             seconds = max(0.0, deadline - asyncio.get_running_loop().time())
-            either: set[asyncio.Future[Any]] = {computed, left}
+            either: set[asyncio.Future[Any]] = {computed, disconnected}
             await asyncio.wait(either, timeout=seconds, return_when=asyncio.FIRST_COMPLETED)
             if computed.cancelled():
                 raise _ending()
             if computed.done():
                 return computed.result()
-            if left.done():
+            if disconnected.done():
                 raise ClientDisconnect
             raise _too_late()
         except (Mistake, RequestFault, ClientDisconnect):
@@ -547,7 +547,7 @@ class Endpoints:
             print("".join(traceback.format_tb(error.__traceback__)) + type(error).__name__, file=sys.stderr, flush=True)
             raise RequestFault(500, "a defect of the service; its log says where", "internal_error") from None
         finally:
-            left.cancel()
+            disconnected.cancel()
             # What still waits of it is not computed. Not through asyncio, which would do so only after the response.
             submitted.cancel()
 
@@ -588,14 +588,14 @@ def _decoded(text: str, number: int) -> bytes:
         raise RequestFault(400, f"inputs.{number}: not base64", param=f"inputs.{number}") from None
 
 
-def _sampling(asked: OpenAiRequest) -> DecodeOptions:
+def _sampling(message: OpenAiRequest) -> DecodeOptions:
     """Return the options for a temperature and `top_p`; without either the model searches as it was evaluated."""
-    is_sampled = asked.temperature or (asked.temperature is None and asked.top_p not in (None, 1.0))
+    is_sampled = message.temperature or (message.temperature is None and message.top_p not in (None, 1.0))
     if not is_sampled:
         return DecodeOptions()
-    nucleus = 1.0 if asked.top_p is None else asked.top_p
-    temperature = 1.0 if asked.temperature is None else max(0.01, asked.temperature)
-    seed = None if asked.seed is None else asked.seed % 2**62
+    nucleus = 1.0 if message.top_p is None else message.top_p
+    temperature = 1.0 if message.temperature is None else max(0.01, message.temperature)
+    seed = None if message.seed is None else message.seed % 2**62
     return DecodeOptions(nucleus=nucleus, temperature=temperature, seed=seed)
 
 
@@ -610,11 +610,11 @@ def _usage(read: int, written: int) -> Usage:
     return Usage(prompt_tokens=read, completion_tokens=written, total_tokens=read + written)
 
 
-def _sum(parts: Sequence[Usage]) -> Usage:
-    return _usage(sum(one.prompt_tokens for one in parts), sum(one.completion_tokens for one in parts))
+def _sum(usages: Sequence[Usage]) -> Usage:
+    return _usage(sum(usage.prompt_tokens for usage in usages), sum(usage.completion_tokens for usage in usages))
 
 
 def _events(chunks: Sequence[BaseModel]) -> Response:
     """Return a stream of events: searches finish before they know their best output, so it comes at once."""
-    lines = [f"data: {one.model_dump_json()}\n\n" for one in chunks]
+    lines = [f"data: {chunk.model_dump_json()}\n\n" for chunk in chunks]
     return Response("".join([*lines, "data: [DONE]\n\n"]), media_type="text/event-stream")

@@ -74,7 +74,7 @@ class ServedModel:
     form: str
     precision: str
     step: int
-    made: float
+    created: float
     can_sample: bool = True
 
     @property
@@ -138,7 +138,7 @@ class Answer:
 
 
 class ServiceMetrics:
-    """What Prometheus reads. Thread-safe: the event loop counts requests, the thread that computes counts batches.
+    """Metrics for Prometheus. Thread-safe: the event loop counts requests, the thread that computes counts batches.
 
     The registry is not the global one, which two services in a process would share and which describes the process.
     """
@@ -275,7 +275,7 @@ class Service:
             beam=recipe.decoding.beam,
             limits=limits,
         )
-        return ModelEntry(id=model.name, created=int(model.made), packtrain=facts)
+        return ModelEntry(id=model.name, created=int(model.created), packtrain=facts)
 
     @property
     def no_sampling(self) -> str | None:
@@ -287,8 +287,8 @@ class Service:
     def manner(self, options: DecodeOptions, n_best: int | None = None, is_conversation: bool = False) -> Manner:
         """Return how a request with these options is computed; raise Mistake if they do not fit the model."""
         model, recipe = self.model, self.model.recipe
-        given = options.given.keys() | ({"n_best"} if n_best is not None else set())
-        for name in sorted(given - model.options):
+        requested = options.given.keys() | ({"n_best"} if n_best is not None else set())
+        for name in sorted(requested - model.options):
             if name in recipe.decode_options:
                 raise Mistake(f"{name}: {self.no_sampling}")
             raise Mistake(f"{name}: {recipe.job.recipe} does not support it")
@@ -307,7 +307,7 @@ class Service:
 
     def sizes(self, manner: Manner, questions: Sequence[Question]) -> list[int]:
         """Return as how many inputs each question counts, by the work that it takes; end early if it is too much."""
-        recipe, values = self.model.recipe, [one.value for one in questions]
+        recipe, values = self.model.recipe, [question.value for question in questions]
         if isinstance(recipe, PairRecipe):
             return [1 + tokens // _TOKENS_PER_INPUT for tokens in _tokens(recipe, values, manner.decoding)]
         written = manner.decoding.beam * MAX_CAPTION_TOKENS if "beam" in recipe.decode_options else 0
@@ -323,7 +323,7 @@ class Service:
         return sizes
 
     def submit(self, manner: Manner, questions: Sequence[Question], sizes: Sequence[int]) -> Future[Batched[Answer]]:
-        numbered = [replace(one, number=number) for number, one in enumerate(questions)]
+        numbered = [replace(question, number=number) for number, question in enumerate(questions)]
         return self._batcher.submit(manner, numbered, sizes)
 
     def _load(self) -> None:
@@ -352,21 +352,25 @@ class Service:
 
     def _answers(self, network: Network, manner: Manner, questions: Sequence[Question]) -> list[Answer]:
         recipe = self.model.recipe
-        values: list[Any] = [one.value for one in questions]  # of the one kind that the recipe and the manner take
+        # All are of the one kind that the recipe and the manner take.
+        values: list[Any] = [question.value for question in questions]
         if recipe.inputs == "images":
-            return [Answer(one, 0, ()) for one in recipe.predict(network, values, manner.decoding)]
+            return [Answer(prediction, 0, ()) for prediction in recipe.predict(network, values, manner.decoding)]
         if manner.is_conversation:
-            made = recipe.reply(network, values, manner.decoding)
+            predictions = recipe.reply(network, values, manner.decoding)
         else:
-            made = recipe.predict(network, values, manner.decoding)
+            predictions = recipe.predict(network, values, manner.decoding)
         read = iter(recipe.pack.vocabulary.encode([text for value in values for text in _texts(value)]))
         counts = [sum(len(next(read)) for _ in _texts(value)) for value in values]
-        rows = zip(questions, made, counts, strict=True)
-        return [Answer(one, num_read, self._outputs(one, question.max_tokens)) for question, one, num_read in rows]
+        rows = zip(questions, predictions, counts, strict=True)
+        return [
+            Answer(prediction, num_read, self._outputs(prediction, question.max_tokens))
+            for question, prediction, num_read in rows
+        ]
 
-    def _outputs(self, made: Prediction, max_tokens: int | None) -> tuple[Written, ...]:
+    def _outputs(self, prediction: Prediction, max_tokens: int | None) -> tuple[Written, ...]:
         vocabulary = self.model.recipe.pack.vocabulary
-        texts = [one["output"] for one in made.details.get("n_best", ())] or [made.text]
+        texts = [candidate["output"] for candidate in prediction.details.get("n_best", ())] or [prediction.text]
         outputs = []
         for text, tokens in zip(texts, vocabulary.encode(texts), strict=True):
             if max_tokens is not None and len(tokens) > max_tokens:

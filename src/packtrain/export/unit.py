@@ -94,7 +94,7 @@ def unit(request: UnitRequest, program: Path | None = None) -> str:
         command += " --token-file ${CREDENTIALS_DIRECTORY}/token"
     # What ProtectHome and PrivateTmp would hide: the model, and the Python that serves it.
     places = dict.fromkeys([folder, Path(sys.prefix).absolute(), Path(sys.base_prefix).resolve()])
-    hidden = [place for place in places if any(place.is_relative_to(one) for one in _HIDDEN)]
+    hidden = [place for place in places if any(place.is_relative_to(root) for root in _HIDDEN)]
     return _UNIT.format(
         run=printable(model.manifest.origin.run),
         again=shlex.join(_again(request, folder)),
@@ -126,10 +126,10 @@ def _is_loopback(host: str) -> bool:
 
 def _own_program() -> Path:
     beside = Path(sys.executable).with_name("packtrain")
-    found = str(beside) if beside.is_file() else shutil.which("packtrain")
-    if found is None:
+    program = str(beside) if beside.is_file() else shutil.which("packtrain")
+    if program is None:
         raise Mistake("there is no packtrain command here; install Packtrain on the machine that serves the model")
-    return Path(found)
+    return Path(program)
 
 
 def _specifiers(text: str) -> str:
