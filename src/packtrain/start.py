@@ -22,6 +22,8 @@ from packtrain.errors import FieldMistake, Mistake, PacktrainError
 from packtrain.fleet import Fleet, LaunchPlan, StartedNode, fleet_of
 from packtrain.fleet.fleet import JOIN_SECONDS, Say, passed_keys
 from packtrain.fork import CheckpointName, Inheritance, check_parent, find_parent, inherit, read_name
+from packtrain.housekeeping.removal import remove_run
+from packtrain.housekeeping.uses import Uses, require_uses
 from packtrain.identity import install_command
 from packtrain.job.changes import FieldChange, changed_job
 from packtrain.job.job import MIN_VOCABULARY, CodeOrigin, Job, Option
@@ -42,10 +44,8 @@ from packtrain.run.code import CodeSnapshot, archive, files_of, git_commit, snap
 from packtrain.run.inputs import given_keys, is_remote, keys_of, put_input
 from packtrain.run.liveness import fail_launch
 from packtrain.run.records import Event, FleetLaunch, JobSource
-from packtrain.run.removal import remove_run
 from packtrain.run.run import Run, create_run, next_run, unnumbered_name
 from packtrain.run.trust import Accept, is_remembered, remember, require_trust
-from packtrain.run.uses import Uses, require_uses
 from packtrain.store import NoKeys, Store, StoreError, open_store, unreachable_bucket
 from packtrain.store.records import MAX_RECORD_BYTES
 from packtrain.system import cache_directory, expanded, sha256_of, this_client

@@ -13,6 +13,7 @@ from pathlib import Path
 import pytest
 from typer.testing import CliRunner
 
+from housekeeping.test_removal import a_sweep
 from packtrain.cli import app
 from packtrain.errors import EXIT_INTERRUPTED, EXIT_MISTAKE, EXIT_NOT_FOUND, EXIT_UNWRITTEN, PacktrainError
 from packtrain.run.records import FleetLaunch, LogLine, Result
@@ -20,7 +21,6 @@ from packtrain.run.run import Run
 from packtrain.store import Store, open_store
 from parts.runs import new_run, program_job
 from parts.sandbox import wait_until
-from run.test_removal import a_sweep
 
 READING = [
     "ls", "show", "show -w", "logs", "logs -f", "stop", "report", "report --markdown", "resume", "mirror", "tag x",
@@ -103,13 +103,13 @@ def test_ctrl_c_ends_a_command_that_follows_with_130_and_says_nothing(tmp_path: 
         ("stop endless", "packtrain.fleet:request_stop"),
         ("report", "packtrain.report:write_report"),
         ("compare endless lr", "packtrain.run.run:open_run"),
-        ("cp endless there", "packtrain.copies:copy_run"),
+        ("cp endless there", "packtrain.housekeeping.copies:copy_run"),
         ("down endless", "packtrain.fleet.down:take_down"),
         ("doctor --fleet local", "packtrain.fleet.doctor:examine"),
-        ("rm endless-1 --yes", "packtrain.run.removal:remove_run"),
-        ("mv endless-1 x", "packtrain.run.removal:rename_run"),
-        ("du", "packtrain.run.usage:store_usage"),
-        ("gc", "packtrain.garbage:unused_in_store"),
+        ("rm endless-1 --yes", "packtrain.housekeeping.removal:remove_run"),
+        ("mv endless-1 x", "packtrain.housekeeping.removal:rename_run"),
+        ("du", "packtrain.housekeeping.usage:store_usage"),
+        ("gc", "packtrain.housekeeping.garbage:unused_in_store"),
     ],
 )
 def test_ctrl_c_ends_every_command_with_130(

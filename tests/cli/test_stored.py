@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 from typer.testing import CliRunner, Result
 
+from housekeeping.test_removal import a_run, a_sweep
 from packtrain.cli import app
 from packtrain.errors import Mistake, PacktrainError
 from packtrain.run.records import Notes
@@ -18,7 +19,6 @@ from packtrain.run.sweeps import Sweep, sweep_names
 from packtrain.store import Store
 from parts.runs import new_run, recipe_job
 from parts.terminal import in_terminal
-from run.test_removal import a_run, a_sweep
 
 
 def run(*arguments: str) -> Result:

@@ -12,10 +12,10 @@ import pytest
 from torch import Tensor, nn
 from torch.profiler import record_function
 
+from packtrain.housekeeping.usage import usage_of
 from packtrain.recipes import Batch, EvaluationRequest, Measurement
 from packtrain.run.outputs import chosen, fetch_file, kept_files
 from packtrain.run.run import Run
-from packtrain.run.usage import usage_of
 from packtrain.store import Store
 from packtrain.train.control import Control, StopSignal
 from packtrain.train.trainer import Trainer

@@ -33,7 +33,7 @@ def cp(
     store: StoreOption = None,
 ) -> None:
     """Copy a run with its pack, or a pack, to another store. An interrupted copy continues."""
-    from packtrain.copies import copy_pack, copy_run
+    from packtrain.housekeeping.copies import copy_pack, copy_run
     from packtrain.run.run import Run
     from packtrain.store import open_store
     from packtrain.units import counted, show_bytes

@@ -25,7 +25,7 @@ from packtrain.errors import Mistake, NotFound, harmless
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from packtrain.garbage import Unused
+    from packtrain.housekeeping.garbage import Unused
     from packtrain.run.run import Run
     from packtrain.run.sweeps import Sweep
     from packtrain.store import Store
@@ -57,9 +57,9 @@ def rm(
 ) -> None:
     """Remove runs with their checkpoints, logs and metrics. Packs stay; see `packtrain gc`."""
     from packtrain.fleet.down import check_has_no_machines
-    from packtrain.run.removal import remove_run
+    from packtrain.housekeeping.removal import remove_run
+    from packtrain.housekeeping.usage import usage_of
     from packtrain.run.run import Run
-    from packtrain.run.usage import usage_of
     from packtrain.units import counted, show_bytes
 
     found = existing_store(store)
@@ -86,8 +86,8 @@ def rm(
 
 def _named(store: Store, name: str) -> Run | Sweep:
     """Return the run or sweep of exactly that name: what is deleted is not looked for by half a name."""
+    from packtrain.housekeeping.removal import is_half_removed
     from packtrain.job.part import is_name
-    from packtrain.run.removal import is_half_removed
     from packtrain.run.run import Run
     from packtrain.run.sweeps import Sweep
 
@@ -102,7 +102,7 @@ def _named(store: Store, name: str) -> Run | Sweep:
 def _remove_sweep(sweep: Sweep, force: bool) -> list[str]:
     """Remove a sweep as its driver, so that nobody starts runs of it meanwhile; return the names of its runs."""
     from packtrain.fleet.down import check_has_no_machines
-    from packtrain.run.removal import clear_sweep, remove_sweep
+    from packtrain.housekeeping.removal import clear_sweep, remove_sweep
     from packtrain.sweep.drive import DriverSeat
 
     seat, deadline = DriverSeat(sweep), time.monotonic() + _SEAT_SECONDS
@@ -127,8 +127,8 @@ def mv(
 ) -> None:
     """Rename a run that is not running. An interrupted rename continues."""
     from packtrain.fleet.down import check_has_no_machines
+    from packtrain.housekeeping.removal import rename_run
     from packtrain.report import write_report
-    from packtrain.run.removal import rename_run
 
     renamed = rename_run(existing_store(store), name, new_name, lambda run: check_has_no_machines(run, force))
     if renamed.store.exists(renamed.key("report.html")):
@@ -175,7 +175,7 @@ def du(
     as_json: JsonOption = False,
 ) -> None:
     """Show how much space runs and packs take in a store."""
-    from packtrain.run.usage import usage_of
+    from packtrain.housekeeping.usage import usage_of
 
     found = existing_store(store)
     if name is None:
@@ -196,7 +196,7 @@ def _show_store_usage(store: Store, as_json: bool) -> None:
     from rich.table import Table
     from rich.text import Text
 
-    from packtrain.run.usage import OTHER, store_usage
+    from packtrain.housekeeping.usage import OTHER, store_usage
     from packtrain.units import show_bytes
 
     usage = store_usage(store)
@@ -241,7 +241,7 @@ def gc(
     These are packs and files that no run uses, what interrupted commands left behind, and downloads that this machine
     can repeat.
     """
-    from packtrain import garbage
+    from packtrain.housekeeping import garbage
     from packtrain.store import store_option
     from packtrain.units import parse_seconds
 

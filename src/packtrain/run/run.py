@@ -376,7 +376,7 @@ class Run:
         return Run(self.store, self.name, job.model_dump_json(indent=1).encode(), self.code)
 
     def put_job(self) -> None:
-        """Replace the job in the store by this one, unless the run is being removed or renamed (removal.py)."""
+        """Replace the job in the store by this one, unless the run is being removed or renamed (`removal`)."""
         self._check_stays()
         self.store.put(self.key("job.json"), self.job_data)
         try:

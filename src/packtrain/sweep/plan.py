@@ -11,11 +11,11 @@ from operator import or_
 from pathlib import Path
 
 from packtrain.errors import Mistake
+from packtrain.housekeeping.uses import require_uses
 from packtrain.job.load import LoadedJob
 from packtrain.pack.build import PackProgress, PlainProgress
 from packtrain.recipes import BestBy, measure_of, recipe_class
 from packtrain.run.sweeps import Rung, Sweep, SweepPlan, Trial, create_trial_run
-from packtrain.run.uses import require_uses
 from packtrain.start import NewRun, load, prepare_run
 from packtrain.store import open_store
 from packtrain.sweep.rungs import rungs_for

@@ -19,12 +19,12 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 
 from packtrain.errors import Mistake, NotFound, PacktrainError, quoted
+from packtrain.housekeeping.uses import refuse_discarded, uses_of
 from packtrain.job.part import is_name
 from packtrain.run.records import Lease, RemovedRun, RenamedRun
 from packtrain.run.run import Run, removed_key, removed_run, renamed_key, renamed_run, run_names, split_name
 from packtrain.run.sweeps import Sweep, sweep_of
 from packtrain.run.trust import forget, is_remembered, remember
-from packtrain.run.uses import refuse_discarded, uses_of
 from packtrain.store import Store
 from packtrain.store.records import MAX_RECORD_BYTES, decode, encode
 from packtrain.system import this_client

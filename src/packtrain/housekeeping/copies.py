@@ -21,6 +21,7 @@ from threading import Lock, Semaphore
 from typing import Protocol
 
 from packtrain.errors import Mistake, NotFound, PacktrainError
+from packtrain.housekeeping.uses import require_uses, uses_of
 from packtrain.job.part import FILES
 from packtrain.pack.manifest import find_manifest, pack_key
 from packtrain.run.checkpoint import committed, file_key, manifest_key
@@ -29,7 +30,6 @@ from packtrain.run.liveness import state_of
 from packtrain.run.records import Lease
 from packtrain.run.run import Run
 from packtrain.run.trust import is_remembered, remember
-from packtrain.run.uses import require_uses, uses_of
 from packtrain.store import Store
 from packtrain.store.records import decode, encode
 from packtrain.system import cache_directory, sha256_of

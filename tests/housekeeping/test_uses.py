@@ -7,10 +7,10 @@ import hashlib
 import pytest
 
 from packtrain.errors import PacktrainError
+from packtrain.housekeeping.uses import Uses, all_uses, announced, discarding, refuse_discarded, uses_of
 from packtrain.run.code import archive
 from packtrain.run.inputs import InputListing
 from packtrain.run.run import Run, create_run
-from packtrain.run.uses import Uses, all_uses, announced, discarding, refuse_discarded, uses_of
 from packtrain.store import Store
 from packtrain.store.records import DamagedRecord, encode
 from parts.faulty import FaultyStore

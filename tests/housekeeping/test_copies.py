@@ -14,8 +14,8 @@ from typer.testing import CliRunner
 
 from data.handmade import put_pack
 from packtrain.cli import app
-from packtrain.copies import CopySummary, copy_pack, copy_run
 from packtrain.errors import Mistake, NotFound, PacktrainError
+from packtrain.housekeeping.copies import CopySummary, copy_pack, copy_run
 from packtrain.pack.manifest import pack_key, read_manifest
 from packtrain.run.checkpoint import commit, committed, fetch_newest
 from packtrain.run.code import archive
@@ -97,7 +97,7 @@ def contents(store: Store) -> dict[str, bytes]:
 @pytest.fixture(autouse=True)
 def no_watching(monkeypatch: pytest.MonkeyPatch) -> None:
     """The lease of a run is watched for seconds before it is copied."""
-    monkeypatch.setattr("packtrain.copies.state_of", lambda _: "interrupted")
+    monkeypatch.setattr("packtrain.housekeeping.copies.state_of", lambda _: "interrupted")
 
 
 @pytest.fixture
@@ -208,7 +208,7 @@ def test_a_damaged_original_is_told_and_not_copied(run: Run, tmp_path: Path) -> 
 
 
 def test_a_running_run_is_not_copied(run: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("packtrain.copies.state_of", lambda _: "running")
+    monkeypatch.setattr("packtrain.housekeeping.copies.state_of", lambda _: "running")
     with pytest.raises(Mistake, match=r"is running; stop it first \(`packtrain stop job-1 --store .*`\), then copy it"):
         copied(run, open_store(str(tmp_path / "there"), create=True))
 

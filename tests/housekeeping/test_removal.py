@@ -9,9 +9,9 @@ from pathlib import Path
 import pytest
 
 from packtrain.errors import Mistake, NotFound, PacktrainError
+from packtrain.housekeeping.removal import clear_sweep, is_half_removed, remove_run, remove_sweep, rename_run
 from packtrain.run.code import archive
 from packtrain.run.records import FleetLaunch, Result
-from packtrain.run.removal import clear_sweep, is_half_removed, remove_run, remove_sweep, rename_run
 from packtrain.run.run import Run, create_run, next_run, open_run, run_names
 from packtrain.run.sweeps import Sweep, SweepPlan, Trial, create_trial_run, sweep_names
 from packtrain.run.trust import is_remembered, remember

@@ -13,25 +13,24 @@ from pathlib import Path
 import pytest
 
 from data.handmade import put_pack
-from packtrain import garbage
-from packtrain.copies import copy_run
+from housekeeping.test_copies import Quiet
 from packtrain.data.cache import FileCache
 from packtrain.errors import Mistake, NotFound, PacktrainError
-from packtrain.garbage import Unused, delete_from_store, delete_here, unused_here, unused_in_store
+from packtrain.housekeeping import garbage, uses
+from packtrain.housekeeping.copies import copy_run
+from packtrain.housekeeping.garbage import Unused, delete_from_store, delete_here, unused_here, unused_in_store
+from packtrain.housekeeping.removal import remove_run, rename_run
+from packtrain.housekeeping.uses import Uses, announced
 from packtrain.pack.manifest import PackFile, find_manifest, missing_files, pack_key, read_manifest
-from packtrain.run import uses
 from packtrain.run.code import archive, unpacked
 from packtrain.run.records import Discarding, JobSource, Result
-from packtrain.run.removal import remove_run, rename_run
 from packtrain.run.run import Run, create_run, run_names
-from packtrain.run.uses import Uses, announced
 from packtrain.start import NewRun
 from packtrain.store import Store, open_store
 from packtrain.store.records import encode
 from packtrain.system import FileLock, this_client
 from parts.faulty import FaultyStore, Killed
 from parts.runs import new_run, program_job, recipe_job
-from test_copies import Quiet
 
 WEEK = 7 * 24 * 3600.0
 DIGEST = "a" * 64
