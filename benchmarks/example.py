@@ -13,8 +13,7 @@ import bench
 from packtrain.data.pack import Pack
 from packtrain.job import Job
 from packtrain.job.load import load_job
-from packtrain.pack.build import PlainProgress
-from packtrain.pack.packing import pack
+from packtrain.pack.build import PlainProgress, pack
 from packtrain.pack.workers import InProcess
 from packtrain.recipes import Recipe, recipe_class, recipe_defaults
 from packtrain.run.code import archive

@@ -32,8 +32,7 @@ from simplejpeg import decode_jpeg
 
 import bench
 from packtrain.job.job import DataSettings
-from packtrain.pack.build import PlainProgress
-from packtrain.pack.packing import pack
+from packtrain.pack.build import PlainProgress, pack
 from packtrain.pack.picture import UnusableImage, to_tiled
 from packtrain.pack.workers import Processes
 from packtrain.store import open_store

@@ -16,8 +16,7 @@ from torch.nn.parallel import DistributedDataParallel
 from packtrain.data.order import epoch_batches, share
 from packtrain.data.pack import Pack
 from packtrain.job.load import load_job
-from packtrain.pack.build import PlainProgress
-from packtrain.pack.packing import pack
+from packtrain.pack.build import PlainProgress, pack
 from packtrain.pack.workers import InProcess
 from packtrain.recipes import recipe_class, recipe_defaults
 from packtrain.store import open_store

@@ -32,10 +32,9 @@ from packtrain.job.launchers import command_of, is_python, without_launcher
 from packtrain.job.load import LoadedJob, load_job, text_of
 from packtrain.job.part import FILES, IN_STORE, is_address
 from packtrain.node.deadline import seconds_left, used_up
-from packtrain.pack.build import PackProgress
+from packtrain.pack.build import PackProgress, pack
 from packtrain.pack.fetch import local_copy, local_source
 from packtrain.pack.manifest import Manifest, find_manifest, missing_files, pack_key
-from packtrain.pack.packing import pack
 from packtrain.pack.workers import Processes, Workers
 from packtrain.recipes import Recipe, check_recipe, recipe_class, recipe_defaults
 from packtrain.report.summary import is_started_here

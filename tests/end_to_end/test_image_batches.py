@@ -13,8 +13,7 @@ from packtrain.data.order import epoch_batches, share
 from packtrain.data.pack import Pack
 from packtrain.job.job import DataSettings
 from packtrain.pack import images
-from packtrain.pack.build import PlainProgress
-from packtrain.pack.packing import pack
+from packtrain.pack.build import PlainProgress, pack
 from packtrain.pack.workers import InProcess
 from packtrain.store import Store
 

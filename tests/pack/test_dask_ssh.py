@@ -15,8 +15,7 @@ from pack.pictures import photo, saved
 from pack.rawsets import write
 from packtrain.job.job import DataSettings
 from packtrain.pack import images
-from packtrain.pack.build import PlainProgress
-from packtrain.pack.packing import pack
+from packtrain.pack.build import PlainProgress, pack
 from packtrain.pack.workers import Dask, InProcess, Workers
 from packtrain.store import open_store
 from parts import sshd

@@ -22,9 +22,8 @@ from pack.rawsets import (
     zipped,
 )
 from packtrain.job.load import load_job
-from packtrain.pack.build import PlainProgress
+from packtrain.pack.build import PlainProgress, pack
 from packtrain.pack.manifest import Manifest
-from packtrain.pack.packing import pack
 from packtrain.pack.shard import open_shard
 from packtrain.pack.workers import InProcess
 from packtrain.recipes import recipe_defaults

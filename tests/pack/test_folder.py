@@ -39,7 +39,7 @@ def read(source: FolderSource) -> object:
             return labeled(source)
         case "captions":
             return [(sample.name, sample.captions) for sample in source.captioned(DropCounter(), DropCounter())]
-        case "pairs":
+        case _:
             return [(pair.source, pair.target) for pair in source.pairs(DropCounter())]
 
 

@@ -13,9 +13,8 @@ from packtrain.data.pack import Pack
 from packtrain.errors import FieldMistake
 from packtrain.job import Job
 from packtrain.job.job import DataSettings
-from packtrain.pack.build import PlainProgress, is_held_out
+from packtrain.pack.build import PlainProgress, is_held_out, pack
 from packtrain.pack.manifest import Manifest
-from packtrain.pack.packing import pack
 from packtrain.pack.workers import InProcess
 from packtrain.store import Store
 from parts.runs import recipe_job

@@ -21,9 +21,8 @@ from pack.rawsets import tar, zipped
 from packtrain.errors import FieldMistake, PacktrainError
 from packtrain.job.job import DataSettings
 from packtrain.pack import images
-from packtrain.pack.build import PlainProgress
+from packtrain.pack.build import PlainProgress, pack
 from packtrain.pack.manifest import Drops, Manifest, pack_key
-from packtrain.pack.packing import pack
 from packtrain.pack.shard import Columns, open_shard
 from packtrain.pack.tiles import Box, decode_crop
 from packtrain.pack.vocabulary import BOS, EOS, Vocabulary

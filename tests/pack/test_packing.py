@@ -11,9 +11,8 @@ from pack.corpus import GREETINGS, QUESTIONS, data_of, job_of, write_pairs
 from packtrain.errors import Mistake
 from packtrain.job.job import DataSettings, Job
 from packtrain.pack import pairs
-from packtrain.pack.build import PlainProgress
+from packtrain.pack.build import PlainProgress, digest, pack, settings_of
 from packtrain.pack.manifest import Manifest, RawText
-from packtrain.pack.packing import digest, pack, settings_of
 from packtrain.pack.vocabulary import Vocabulary
 from packtrain.pack.workers import InProcess
 from packtrain.store import Store, open_store

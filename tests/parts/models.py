@@ -14,8 +14,7 @@ from torch import nn
 from packtrain.data.pack import Pack
 from packtrain.export.model import MANIFEST
 from packtrain.job import Job
-from packtrain.pack.build import PlainProgress
-from packtrain.pack.packing import pack
+from packtrain.pack.build import PlainProgress, pack
 from packtrain.pack.workers import InProcess
 from packtrain.recipes import Recipe, recipe_class
 from packtrain.run.checkpoint import Checkpoint, commit

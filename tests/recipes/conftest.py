@@ -9,8 +9,7 @@ import torch
 
 from pack.corpus import job_of
 from packtrain.data.pack import Pack
-from packtrain.pack.build import PlainProgress
-from packtrain.pack.packing import pack
+from packtrain.pack.build import PlainProgress, pack
 from packtrain.pack.workers import InProcess
 from packtrain.recipes import Recipe, recipe_class
 from packtrain.recipes.chat import ChatShape

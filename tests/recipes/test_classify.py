@@ -20,8 +20,7 @@ from packtrain.data.order import Ids, share
 from packtrain.data.pack import Pack, SplitReader
 from packtrain.errors import FieldMistake, Mistake
 from packtrain.job import Job
-from packtrain.pack.build import PlainProgress
-from packtrain.pack.packing import pack
+from packtrain.pack.build import PlainProgress, pack
 from packtrain.pack.workers import InProcess
 from packtrain.recipes import (
     Batch,

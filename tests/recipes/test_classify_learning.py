@@ -9,8 +9,7 @@ import pytest
 
 from packtrain.data.pack import Pack
 from packtrain.job import Job
-from packtrain.pack.build import PlainProgress
-from packtrain.pack.packing import pack
+from packtrain.pack.build import PlainProgress, pack
 from packtrain.pack.workers import InProcess
 from packtrain.recipes import EvaluationRequest, recipe_class
 from packtrain.start import load

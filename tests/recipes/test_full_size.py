@@ -18,8 +18,7 @@ from pack.rawsets import class_tars, numbered, picture, tar, write
 from packtrain.data.pack import Pack
 from packtrain.job import Job
 from packtrain.job.part import FILES
-from packtrain.pack.build import PlainProgress
-from packtrain.pack.packing import pack
+from packtrain.pack.build import PlainProgress, pack
 from packtrain.pack.workers import InProcess
 from packtrain.recipes import Recipe, recipe_class
 from packtrain.recipes.images import RESNETS

@@ -20,9 +20,8 @@ from rich.console import Console
 from pack.pictures import photo, saved, with_size
 from packtrain.data.pack import Pack
 from packtrain.job.job import DataSettings
-from packtrain.pack.build import PlainProgress
+from packtrain.pack.build import PlainProgress, pack
 from packtrain.pack.manifest import Drops
-from packtrain.pack.packing import pack
 from packtrain.pack.shard import Columns
 from packtrain.pack.workers import InProcess
 from packtrain.report.pack_page import PICTURES, TEXTS, THUMBNAIL_PIXELS, evenly, print_stats, sample_page, thumbnail

@@ -177,8 +177,8 @@ class Source(Part):
             yield ("paths",), f"takes {counts} paths, not {len(self.paths)}, such as {self.example}"
 
     @abstractmethod
-    def pack_kind(self) -> Any:
-        """Return the kind of pack that is made of it: pairs, labels or captions. May look into the data."""
+    def pack_kind(self) -> str:
+        """Return the kind of pack that is made of it (pack/kind.py). May look into the data."""
 
     @classmethod
     def recognize(cls, paths: Sequence[str]) -> Sequence[str] | None:  # noqa: ARG003

@@ -17,7 +17,6 @@ from packtrain.errors import Mistake, quoted
 from packtrain.job.kinds import Drop, Source
 from packtrain.job.part import Location, Ordinal
 from packtrain.pack.compression import plain_name
-from packtrain.pack.manifest import Kind
 from packtrain.pack.raw import MAX_LINE_BYTES, TextPair, is_text_file, read_lines
 
 Item = TypeVar("Item")
@@ -50,7 +49,7 @@ class PairSource(Source):
         if self.last is not None and self.without_last is not None:
             yield ("without_last",), "cannot be combined with last; remove one"
 
-    def pack_kind(self) -> Kind:
+    def pack_kind(self) -> str:
         return "pairs"
 
     def part_of(self, items: Iterable[Item]) -> Iterator[Item]:

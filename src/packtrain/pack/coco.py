@@ -16,7 +16,6 @@ from packtrain.job.kinds import Drop
 from packtrain.job.part import is_address
 from packtrain.pack.archive import Locator, archive_members, composed, split_member
 from packtrain.pack.compression import plain_name
-from packtrain.pack.manifest import Kind
 from packtrain.pack.raw import (
     EMPTY_CAPTION,
     MISSING_FILE,
@@ -53,7 +52,7 @@ class CocoSource(ImageSource):
             return listing, str(Path(listing).parent)  # the images are beside their captions
         return paths if len(images) == 1 and is_folder_or_archive(images[0]) else None
 
-    def pack_kind(self) -> Kind:
+    def pack_kind(self) -> str:
         return "captions"
 
     def captioned(self, drop: Drop, filtered: Drop) -> Iterator[RawImage]:

@@ -17,7 +17,6 @@ from packtrain.errors import Mistake, nearest, printable, quoted
 from packtrain.job.kinds import Drop
 from packtrain.pack.archive import Locator, split_member
 from packtrain.pack.compression import plain_name
-from packtrain.pack.manifest import Kind
 from packtrain.pack.raw import (
     EMPTY_CAPTION,
     MISSING_FILE,
@@ -40,7 +39,7 @@ _KEYS: dict[Shape, tuple[str, str]] = {
     "caption": ("image", "caption"),
     "text": ("source", "target"),
 }
-_PACK_KINDS: dict[Shape, Kind] = {"label": "labels", "caption": "captions", "text": "pairs"}
+_PACK_KINDS: dict[Shape, str] = {"label": "labels", "caption": "captions", "text": "pairs"}
 
 
 class FolderSource(ImageSource):
@@ -58,7 +57,7 @@ class FolderSource(ImageSource):
     def path(self) -> str:
         return self.paths[0]
 
-    def pack_kind(self) -> Kind:
+    def pack_kind(self) -> str:
         for place, record in self._records():  # the first line decides; `_rows` checks the others against it
             return _PACK_KINDS[_shape(record, place)]
         raise Mistake(f"{self.path}: empty; it must have a JSON object on each line")

@@ -26,7 +26,6 @@ from packtrain.errors import Mistake, printable, quoted
 from packtrain.job.kinds import Drop
 from packtrain.pack.archive import MAX_MEMBERS, ArchiveMember, Locator, archive_members, composed, tar_members
 from packtrain.pack.devkit import META, TRUTH, devkit_synsets, devkit_truth, is_devkit
-from packtrain.pack.manifest import Kind
 from packtrain.pack.picture import MAX_BYTES
 from packtrain.pack.raw import (
     HIDDEN,
@@ -73,7 +72,7 @@ class ImageNetSource(ImageSource):
         is_truth = all(is_text_file(path) or "devkit" in Path(path).name.lower() for path in truth)
         return paths if is_folder_or_archive(images) and is_truth and len(paths) in cls.path_counts else None
 
-    def pack_kind(self) -> Kind:
+    def pack_kind(self) -> str:
         return "labels"
 
     def classes(self) -> tuple[str, ...]:

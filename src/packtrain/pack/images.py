@@ -3,25 +3,31 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from abc import abstractmethod
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
-from functools import partial
+from itertools import islice
+from typing import Any
 
 import numpy as np
+from numpy.typing import NDArray
 
-from packtrain.errors import FieldMistake
+from packtrain.errors import FieldMistake, printable
+from packtrain.job.job import DataSettings
 from packtrain.job.kinds import Drop, Source
 from packtrain.pack.build import (
     FinishedShard,
     PackContents,
     Packing,
     ShardTarget,
+    Sources,
     empty_contents,
     is_held_out,
     put_file,
     splits_of,
 )
+from packtrain.pack.kind import PackKind, ShownSample
 from packtrain.pack.picture import MAX_BYTES, UnusableImage, to_copies
 from packtrain.pack.raw import NO_CAPTION, DropCounter, RawImage
 from packtrain.pack.shard import Columns, Ragged
@@ -34,46 +40,189 @@ SHARD_BYTES = 20_000_000  # of raw files: small enough to download ahead of use,
 _READERS = 8  # threads that look which images are held out
 _MAX_SAMPLES = 20_000  # in a shard, for images of a few bytes
 
-Read = Callable[[], Iterator[RawImage]]
+
+class ImagePacks(PackKind):
+    """Images as tiles: `jpeg`, `segments`, `width` and `height`, with the `name` that a person knows each by."""
+
+    noun = "image"
+    has_sizes = True
+    drops_samples_only = False  # captions are counted, too
+
+    def settings(self, data: DataSettings) -> dict[str, Any]:
+        return {"sizes": list(data.sizes)}
+
+    def raw_bytes(self, sample: RawImage) -> int:
+        return sample.where.size
+
+    @abstractmethod
+    def learn(self, packing: Packing, contents: PackContents) -> str | None:
+        """Learn from the training data what the pack of all splits has beside images; return the vocabulary as JSON."""
+
+    @abstractmethod
+    def columns(self, images: Sequence[RawImage], vocabulary: str | None) -> Columns:
+        """Return the columns of a shard that do not depend on the size of the images."""
+
+    def pack(self, packing: Packing) -> PackContents:
+        """Make the shards of all splits, and of their copies in other sizes, as independent tasks for any worker."""
+        contents = empty_contents(packing.data)
+        vocabulary = self.learn(packing, contents)
+        for split, sources in splits_of(packing.data).items():
+            drop, filtered = contents.splits[split].dropped, contents.splits[split].filtered
+            if split == "valid" and packing.data.held_out is not None:  # its sources count for the training data
+                drop, filtered = DropCounter(), DropCounter()
+            tasks = self._tasks(packing, split, sources, (drop, filtered), contents.classes, vocabulary)
+            with packing.progress.track(f"packing {split}", None) as advance:
+                for finished in packing.workers.do(make_shard, tasks):
+                    contents.splits[split].shards.append(finished)
+                    contents.fingerprints[split].extend(finished.fingerprints)
+                    advance(finished.shard.samples)
+        return contents
+
+    def _tasks(
+        self,
+        packing: Packing,
+        split: str,
+        sources: Sources,
+        counters: tuple[DropCounter, DropCounter],
+        classes: tuple[str, ...],
+        vocabulary: str | None,
+    ) -> Iterator[ImageTask]:
+        store, number = packing.store, 0
+        for index, source in enumerate(sources):
+            images = islice(self.samples(source, *counters, classes), packing.first)
+            for shard in shards_of(_side(images, split, packing.data.held_out)):
+                target = ShardTarget(packing.name, split, number, index)
+                yield ImageTask(self, store.url, store.identity, target, shard, packing.data.sizes, vocabulary)
+                number += 1
+
+    def measures(self) -> Mapping[str, Callable[[Columns], NDArray[Any]]]:
+        return {
+            "width, pixels": lambda shard: shard.plain["width"],
+            "height, pixels": lambda shard: shard.plain["height"],
+        }
+
+    def shown(
+        self, shard: Columns, row: int, classes: Sequence[str], vocabularies: Sequence[Vocabulary]
+    ) -> ShownSample:
+        size = int(shard.plain["width"][row]), int(shard.plain["height"][row])
+        return ShownSample(self.words(shard, row, classes, vocabularies), shard.ragged["jpeg"][row].tobytes(), *size)
+
+    @abstractmethod
+    def words(
+        self, shard: Columns, row: int, classes: Sequence[str], vocabularies: Sequence[Vocabulary]
+    ) -> Sequence[str]:
+        """Return what an image is labeled with, in words."""
 
 
-def pack_labels(packing: Packing) -> PackContents:
-    """Pack images with labels; the classes are those of all training sources."""
-    contents = empty_contents(packing.data)
-    if packing.learned is not None:
-        classes = packing.learned.classes
-    else:
-        classes = tuple(sorted({name for source in packing.data.train for name in source.classes()}))
-    contents.classes = classes
-    if len(classes) < 2:
-        raise FieldMistake("data.train", f"has only one class ({', '.join(classes)}); a classifier needs at least two")
-    for split, sources in splits_of(packing.data).items():
-        drop, filtered = _counters(packing, contents, split)
-        reads = [partial(one.labeled, classes, drop, filtered) for one in sources]
-        _make_shards(packing, contents, split, reads, None)
-    return contents
+class LabelPacks(ImagePacks):
+    """Images with the class of each in `label`; the classes are those of all training sources."""
+
+    nouns, title = "images", "images with classes"
+
+    def samples(
+        self, source: Source, drop: Drop, filtered: Drop, classes: Sequence[str] | None = None
+    ) -> Iterator[RawImage]:
+        return source.labeled(source.classes() if classes is None else classes, drop, filtered)
+
+    def learn(self, packing: Packing, contents: PackContents) -> None:
+        if packing.learned is not None:
+            classes = packing.learned.classes
+        else:
+            classes = tuple(sorted({name for source in packing.data.train for name in source.classes()}))
+        if len(classes) < 2:
+            only = ", ".join(classes)
+            raise FieldMistake("data.train", f"has only one class ({only}); a classifier needs at least two")
+        contents.classes = classes
+
+    def columns(self, images: Sequence[RawImage], vocabulary: str | None) -> Columns:  # noqa: ARG002
+        return Columns(_names(images), {"label": np.array([image.label for image in images], "<i4")})
+
+    def words(
+        self,
+        shard: Columns,
+        row: int,
+        classes: Sequence[str],
+        vocabularies: Sequence[Vocabulary],  # noqa: ARG002
+    ) -> Sequence[str]:
+        label = int(shard.plain["label"][row])
+        return [printable(classes[label]) if label in range(len(classes)) else f"unknown class {label}"]
 
 
-def pack_captions(packing: Packing) -> PackContents:
-    contents = empty_contents(packing.data)
-    if packing.learned is not None:
-        vocabulary = packing.learned.vocabulary
+class CaptionPacks(ImagePacks):
+    """Images with the tokens of all captions of each in `captions`, and the length of each in `caption_lengths`."""
+
+    nouns = title = "images with captions"
+
+    def settings(self, data: DataSettings) -> dict[str, Any]:
+        return {**super().settings(data), "vocabulary": data.vocabulary}
+
+    def samples(
+        self,
+        source: Source,
+        drop: Drop,
+        filtered: Drop,
+        classes: Sequence[str] | None = None,  # noqa: ARG002
+    ) -> Iterator[RawImage]:
+        """Yield images with the captions that are not too long for a vocabulary."""
+        for image in source.captioned(drop, filtered):
+            captions = tuple(caption for caption in image.captions if not is_too_long(caption))
+            for _ in range(len(image.captions) - len(captions)):
+                filtered(LONG_CAPTION, image.name)
+            if captions:
+                yield replace(image, captions=captions)
+            else:
+                drop(NO_CAPTION, image.name)
+
+    def learn(self, packing: Packing, contents: PackContents) -> str:
+        if packing.learned is not None:
+            assert packing.learned.vocabulary is not None
+            vocabulary = packing.learned.vocabulary
+        else:
+            vocabulary = Vocabulary.fit(self._training_captions(packing), packing.data.vocabulary).to_json()
+        contents.vocabulary = put_file(packing.store, packing.name, "vocabulary.json", vocabulary.encode())
+        return vocabulary
+
+    def _training_captions(self, packing: Packing) -> Iterator[str]:
+        for source in packing.data.train:
+            images = islice(self.samples(source, DropCounter(), DropCounter()), packing.first)
+            for image in _side(images, "train", packing.data.held_out):
+                yield from image.captions
+
+    def columns(self, images: Sequence[RawImage], vocabulary: str | None) -> Columns:
         assert vocabulary is not None
-    else:
-        vocabulary = Vocabulary.fit(_training_captions(packing), packing.data.vocabulary).to_json()
-    contents.vocabulary = put_file(packing.store, packing.name, "vocabulary.json", vocabulary.encode())
-    for split, sources in splits_of(packing.data).items():
-        drop, filtered = _counters(packing, contents, split)
-        reads = [partial(_captioned, one, drop, filtered) for one in sources]
-        _make_shards(packing, contents, split, reads, vocabulary)
-    return contents
+        encoder = Vocabulary.from_json(vocabulary)
+        texts = encoder.encode([caption for image in images for caption in image.captions])
+        tokens = iter([BOS, *row, EOS] for row in texts)
+        captions = [[next(tokens) for _ in image.captions] for image in images]
+        joined = [[token for row in rows for token in row] for rows in captions]
+        lengths = [[len(row) for row in rows] for rows in captions]
+        ragged = {
+            "captions": Ragged.from_rows(joined, encoder.dtype),
+            "caption_lengths": Ragged.from_rows(lengths, np.dtype("<u2")),
+        }
+        return Columns({**_names(images), **ragged})
+
+    def measures(self) -> Mapping[str, Callable[[Columns], NDArray[Any]]]:
+        return {
+            **super().measures(),
+            "caption, tokens": lambda shard: shard.ragged["caption_lengths"].values,
+            "captions, per image": lambda shard: shard.ragged["caption_lengths"].lengths,
+        }
+
+    def words(
+        self,
+        shard: Columns,
+        row: int,
+        classes: Sequence[str],  # noqa: ARG002
+        vocabularies: Sequence[Vocabulary],
+    ) -> Sequence[str]:
+        ends = np.cumsum(shard.ragged["caption_lengths"][row], dtype=np.int64)[:-1]
+        return vocabularies[0].decode([tokens.tolist() for tokens in np.split(shard.ragged["captions"][row], ends)])
 
 
-def _counters(packing: Packing, contents: PackContents, split: str) -> tuple[DropCounter, DropCounter]:
-    """Return where the samples that a split leaves out are counted."""
-    if split == "valid" and packing.data.held_out is not None:  # those of its sources count for the training data
-        return DropCounter(), DropCounter()
-    return contents.splits[split].dropped, contents.splits[split].filtered
+def _names(images: Sequence[RawImage]) -> dict[str, Ragged]:
+    names = [np.frombuffer(image.name.encode(), np.uint8) for image in images]
+    return {"name": Ragged.from_arrays(names, np.dtype("u1"))}
 
 
 def _side(images: Iterable[RawImage], split: str, share: float | None) -> Iterator[RawImage]:
@@ -81,61 +230,24 @@ def _side(images: Iterable[RawImage], split: str, share: float | None) -> Iterat
     if share is None or split == "test":
         yield from images
         return
+
+    def is_out(image: RawImage) -> bool:
+        try:
+            return is_held_out(image.where.read(MAX_BYTES), share)
+        except OSError:  # whoever packs the training data reports it
+            return False
+
     with ThreadPoolExecutor(_READERS) as readers:  # reading is waiting, and hashing leaves the interpreter to others
-        for part in shards_of(images):
-            held = readers.map(lambda image: _is_held_out(image, share), part)
-            yield from (image for image, out in zip(part, held, strict=True) if out == (split == "valid"))
-
-
-def _is_held_out(image: RawImage, share: float) -> bool:
-    try:
-        return is_held_out(image.where.read(MAX_BYTES), share)
-    except OSError:  # whoever packs the training data reports it
-        return False
-
-
-def _training_captions(packing: Packing) -> Iterator[str]:
-    for source in packing.data.train:
-        for image in _side(_captioned(source, DropCounter(), DropCounter()), "train", packing.data.held_out):
-            yield from image.captions
-
-
-def _captioned(source: Source, drop: Drop, filtered: Drop) -> Iterator[RawImage]:
-    """Yield images with the captions that are not too long for a vocabulary."""
-    for image in source.captioned(drop, filtered):
-        captions = tuple(caption for caption in image.captions if not is_too_long(caption))
-        for _ in range(len(image.captions) - len(captions)):
-            filtered(LONG_CAPTION, image.name)
-        if captions:
-            yield replace(image, captions=captions)
-        else:
-            drop(NO_CAPTION, image.name)
-
-
-def _make_shards(
-    packing: Packing, contents: PackContents, split: str, reads: Sequence[Read], vocabulary: str | None
-) -> None:
-    """Make the shards of a split and of its copies in other sizes."""
-    with packing.progress.track(f"packing {split}", None) as advance:
-        for finished in packing.workers.do(make_shard, _tasks(packing, split, reads, vocabulary)):
-            contents.splits[split].shards.append(finished)
-            contents.fingerprints[split].extend(finished.fingerprints)
-            advance(finished.shard.samples)
-
-
-def _tasks(packing: Packing, split: str, reads: Sequence[Read], vocabulary: str | None) -> Iterator[ImageTask]:
-    number = 0
-    for index, read in enumerate(reads):
-        for part in shards_of(_side(read(), split, packing.data.held_out)):
-            target = ShardTarget(packing.name, split, number, index)
-            yield ImageTask(packing.store.url, packing.store.identity, target, part, packing.data.sizes, vocabulary)
-            number += 1
+        for shard in shards_of(images):
+            outs = readers.map(is_out, shard)
+            yield from (image for image, out in zip(shard, outs, strict=True) if out == (split == "valid"))
 
 
 @dataclass(frozen=True)
 class ImageTask:
     """A shard to make, in all sizes: a plain value that can be sent to another process or machine."""
 
+    kind: ImagePacks
     store: str
     store_id: str | None
     target: ShardTarget
@@ -156,7 +268,7 @@ def make_shard(task: ImageTask) -> FinishedShard:
     if finished is not None:
         return finished
     dropped = DropCounter()
-    kept: list[RawImage] = []
+    usable: list[RawImage] = []
     tiled: list[list[Tiled]] = []
     fingerprints: list[int] = []
     for image in task.images:
@@ -168,42 +280,25 @@ def make_shard(task: ImageTask) -> FinishedShard:
         except OSError as error:
             dropped(f"unreadable: {error.strerror}", image.name)
         else:
-            kept.append(image)
+            usable.append(image)
             tiled.append(copies)
             fingerprints.append(int.from_bytes(hashlib.blake2b(data, digest_size=8).digest(), "big"))
-    about = _about(kept, task.vocabulary)
-    original, *others = (_columns(about, [copies[which] for copies in tiled]) for which in range(1 + len(task.sizes)))
-    return task.target.put(store, original, dropped, fingerprints, dict(zip(task.sizes, others, strict=True)))
+    common = task.kind.columns(usable, task.vocabulary)
+    original, *smaller = (_columns(common, [copies[which] for copies in tiled]) for which in range(1 + len(task.sizes)))
+    return task.target.put(store, original, dropped, fingerprints, dict(zip(task.sizes, smaller, strict=True)))
 
 
-def _columns(about: Columns, tiled: list[Tiled]) -> Columns:
+def _columns(common: Columns, copies: Sequence[Tiled]) -> Columns:
     """Return the columns of a shard: pixels in one size, and what is the same in all sizes."""
     ragged = {
-        "jpeg": Ragged.from_arrays([np.frombuffer(one.jpeg, np.uint8) for one in tiled], np.dtype("u1")),
-        "segments": Ragged.from_arrays([one.segments for one in tiled], np.dtype("<u4")),
+        "jpeg": Ragged.from_arrays([np.frombuffer(copy.jpeg, np.uint8) for copy in copies], np.dtype("u1")),
+        "segments": Ragged.from_arrays([copy.segments for copy in copies], np.dtype("<u4")),
     }
     plain = {
-        "width": np.array([one.width for one in tiled], "<i4"),
-        "height": np.array([one.height for one in tiled], "<i4"),
+        "width": np.array([copy.width for copy in copies], "<i4"),
+        "height": np.array([copy.height for copy in copies], "<i4"),
     }
-    return Columns({**about.ragged, **ragged}, {**about.plain, **plain})
-
-
-def _about(images: list[RawImage], vocabulary: str | None) -> Columns:
-    """Return the columns that do not depend on the size: names, and labels or captions."""
-    names = [np.frombuffer(image.name.encode(), np.uint8) for image in images]
-    ragged = {"name": Ragged.from_arrays(names, np.dtype("u1"))}
-    if vocabulary is None:
-        return Columns(ragged, {"label": np.array([image.label for image in images], "<i4")})
-    encoder = Vocabulary.from_json(vocabulary)
-    texts = encoder.encode([caption for image in images for caption in image.captions])
-    tokens = iter([BOS, *row, EOS] for row in texts)
-    captions = [[next(tokens) for _ in image.captions] for image in images]
-    ragged["captions"] = Ragged.from_rows(
-        [[token for row in rows for token in row] for rows in captions], encoder.dtype
-    )
-    ragged["caption_lengths"] = Ragged.from_rows([[len(row) for row in rows] for rows in captions], np.dtype("<u2"))
-    return Columns(ragged)
+    return Columns({**common.ragged, **ragged}, {**common.plain, **plain})
 
 
 def shards_of(images: Iterable[RawImage]) -> Iterator[tuple[RawImage, ...]]:
@@ -211,16 +306,16 @@ def shards_of(images: Iterable[RawImage]) -> Iterator[tuple[RawImage, ...]]:
 
     Sizes are those of the raw files, so the grouping depends neither on the encoder nor on an archive's compression.
     """
-    part: list[RawImage] = []
+    shard: list[RawImage] = []
     size = 0
     for image in images:
-        part.append(image)
+        shard.append(image)
         size += _bytes_of(image)
-        if size >= SHARD_BYTES or len(part) >= _MAX_SAMPLES:
-            yield tuple(part)
-            part, size = [], 0
-    if part:
-        yield tuple(part)
+        if size >= SHARD_BYTES or len(shard) >= _MAX_SAMPLES:
+            yield tuple(shard)
+            shard, size = [], 0
+    if shard:
+        yield tuple(shard)
 
 
 def _bytes_of(image: RawImage) -> int:

@@ -5,19 +5,18 @@ from __future__ import annotations
 import json
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any
 
 from pydantic import Field
 
 from packtrain.errors import NotFound, PacktrainError
+from packtrain.pack.kind import PACK_KINDS
 from packtrain.store import Store
 from packtrain.store.records import Count, DamagedRecord, Digest, FileName, Many, decode
 
 FORMAT = 4
 _MAX_BYTES = 128 << 20  # of a manifest: more than 10 TB of images
 _MAX_FILE_BYTES = 64 << 30  # of one file: a shard has some 20 MB, and a cache makes room for what a manifest says
-
-Kind = Literal["pairs", "labels", "captions"]
 
 
 @dataclass(frozen=True)
@@ -87,16 +86,14 @@ class Split:
 class Manifest:
     """`name` is the pack's folder: the name of the job and the digest of sources and settings.
 
-    Pairs have token columns `source` and `target` and, except for training, their `line` in the raw data. Images have
-    `name`, `jpeg`, `segments`, `width` and `height`, with the class in `label`, or with `captions` (tokens of all
-    captions of an image) and `caption_lengths` (of each). Without `target_vocabulary` both sides of a pair use
-    `vocabulary`. The split `train@160` has the samples of `train` with at most 160 pixels on the short side, in the
-    same shards and the same order.
+    `kind` is a word of PACK_KINDS, and its class says which columns the shards have. Without `target_vocabulary` both
+    sides of a pair use `vocabulary`. The split `train@160` has the samples of `train` with at most 160 pixels on the
+    short side, in the same shards and the same order.
     """
 
     format: Count
     name: FileName
-    kind: Kind
+    kind: str
     settings: dict[str, Any]
     splits: dict[str, Split]
     classes: Many[str] = ()
@@ -163,6 +160,7 @@ def _is_sound(manifest: Manifest, pack: str) -> bool:
     """True if the parts of a manifest fit each other."""
     return (
         manifest.name == pack
+        and manifest.kind in PACK_KINDS
         and "train" in manifest.splits
         and all(
             split.samples == sum(split.sources) == sum(shard.samples for shard in split.shards)

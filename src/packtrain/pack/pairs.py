@@ -7,9 +7,11 @@ from __future__ import annotations
 
 import hashlib
 from array import array
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from itertools import islice
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -18,7 +20,6 @@ from packtrain.job.job import DataSettings
 from packtrain.job.kinds import Drop, Source
 from packtrain.pack.build import (
     Advance,
-    Learned,
     PackContents,
     Packing,
     ShardTarget,
@@ -28,7 +29,8 @@ from packtrain.pack.build import (
     put_file,
     splits_of,
 )
-from packtrain.pack.manifest import RawText
+from packtrain.pack.kind import PackKind, ShownSample
+from packtrain.pack.manifest import RawText, Split
 from packtrain.pack.raw import DropCounter, TextPair
 from packtrain.pack.shard import Columns, Ragged
 from packtrain.pack.vocabulary import BOS, EOS, MAX_TEXT_BYTES, Vocabulary, is_too_long
@@ -39,55 +41,117 @@ SHARD_PAIRS = 250_000
 FIT_CHARACTERS = 50_000_000
 DUPLICATE = "duplicate pair"
 TOO_LONG = f"text of more than {MAX_TEXT_BYTES:,} bytes"
-_ADVANCE_EVERY = 1000  # pairs between two updates of the progress bar
+MAX_FILTERED = 0.05  # of the training pairs, by the settings; more usually means that a limit does not fit the data
 BLOCK_PAIRS = 20_000  # encoded at a time: tokens are Python integers until they are in an array
+_ADVANCE_EVERY = 1000  # pairs between two updates of the progress bar
 _SORTED_PARTS = 16  # parts of the fingerprints, each sorted by itself to save memory
+# In a shard: two bytes for each token of source and target, and 8 for the end of each row in each of the two columns.
+_TOKEN_BYTES, _ROW_BYTES = 4, 16
 
 
-def pack_pairs(packing: Packing) -> PackContents:
-    contents = empty_contents(packing.data)
-    source, target = _learn(packing, contents) if packing.learned is None else _known(packing.learned)
-    contents.vocabulary = put_file(packing.store, packing.name, "vocabulary.json", source.to_json().encode())
-    if not packing.data.joint:
-        target_json = target.to_json().encode()
-        contents.target_vocabulary = put_file(packing.store, packing.name, "vocabulary-target.json", target_json)
-    again = repeated(contents.fingerprints.get("train", array("Q")))
-    for split, sources in splits_of(packing.data).items():
-        if split == "train":
-            chosen = _trained(packing, contents, again)
-        elif split == "valid" and packing.data.held_out is not None:
-            chosen = _held_out(packing, contents)
+class PairPacks(PackKind):
+    """Pairs of texts: token columns `source` and `target` and, except for training, their `line` in the raw data."""
+
+    noun, nouns, title = "pair", "pairs", "pairs of texts"
+    heads = ("source", "target")
+    first_samples = 4000
+    reads_text = True
+
+    def settings(self, data: DataSettings) -> dict[str, Any]:
+        limits = {"max_words": data.max_words, "max_ratio": data.max_ratio}
+        return {**limits, "joint": data.joint, "vocabulary": data.vocabulary}
+
+    def samples(
+        self,
+        source: Source,
+        drop: Drop,
+        filtered: Drop,  # noqa: ARG002
+        classes: Sequence[str] | None = None,  # noqa: ARG002
+    ) -> Iterator[TextPair]:
+        return source.pairs(drop)
+
+    def raw_bytes(self, sample: TextPair) -> int:
+        return len(sample.source) + len(sample.target) + 2
+
+    def pack(self, packing: Packing) -> PackContents:
+        contents = empty_contents(packing.data)
+        if packing.learned is None:
+            source, target = _learn(packing, contents)
         else:
-            chosen = _evaluated(contents, split, sources)
-        with packing.progress.track(f"packing {split}", len(again) if split == "train" else None) as advance:
-            _make_shards(packing, contents, split, chosen, (source, target), advance)
-    return contents
+            assert packing.learned.vocabulary is not None
+            source = Vocabulary.from_json(packing.learned.vocabulary)
+            target_json = packing.learned.target_vocabulary
+            target = source if target_json is None else Vocabulary.from_json(target_json)
+        contents.vocabulary = put_file(packing.store, packing.name, "vocabulary.json", source.to_json().encode())
+        if not packing.data.joint:
+            target_file = target.to_json().encode()
+            contents.target_vocabulary = put_file(packing.store, packing.name, "vocabulary-target.json", target_file)
+        again = repeated(contents.fingerprints.get("train", array("Q")))
+        for split, sources in splits_of(packing.data).items():
+            if split == "train":
+                chosen = _trained(packing, contents, again)
+            elif split == "valid" and packing.data.held_out is not None:
+                chosen = _held_out(packing, contents)
+            else:
+                chosen = _evaluated(packing, contents, split, sources)
+            with packing.progress.track(f"packing {split}", len(again) if split == "train" else None) as advance:
+                _make_shards(packing, contents, split, chosen, (source, target), advance)
+        return contents
+
+    def warnings(self, splits: Mapping[str, Split]) -> Iterator[str]:
+        if "train" not in splits:
+            return
+        train = splits["train"]
+        # Duplicates are not counted: no setting would keep them.
+        reasons = {reason: drops for reason, drops in train.filtered.items() if reason != DUPLICATE}
+        share = train.share_of(sum(drops.count for drops in reasons.values()))
+        if share > MAX_FILTERED:
+            reason, drops = next(iter(reasons.items()))
+            yield (
+                f"{share:.1%} of the training pairs were filtered, most often ({drops.count:,}): {reason},"
+                f" such as {drops.names[0]}; check them, data.max_words and data.max_ratio"
+            )
+
+    def mean_cost(self, train: Split) -> float:
+        """Return the tokens of a side, which follow from the size of the shards."""
+        size = sum(shard.bytes for shard in train.shards)
+        return max(1.0, (size / train.samples - _ROW_BYTES) / _TOKEN_BYTES)
+
+    def measures(self) -> Mapping[str, Callable[[Columns], NDArray[Any]]]:
+        return {
+            "source, tokens": lambda shard: shard.ragged["source"].lengths,
+            "target, tokens": lambda shard: shard.ragged["target"].lengths,
+        }
+
+    def shown(
+        self,
+        shard: Columns,
+        row: int,
+        classes: Sequence[str],  # noqa: ARG002
+        vocabularies: Sequence[Vocabulary],
+    ) -> ShownSample:
+        sides = zip(self.heads, (vocabularies[0], vocabularies[-1]), strict=True)
+        return ShownSample([vocabulary.decode([shard.ragged[side][row].tolist()])[0] for side, vocabulary in sides])
+
+
+def packed_pair_bytes(length: float) -> float:
+    """Return the size of a pair whose texts have so many tokens each."""
+    return _TOKEN_BYTES * length + _ROW_BYTES
 
 
 def _learn(packing: Packing, contents: PackContents) -> tuple[Vocabulary, Vocabulary]:
-    # First pass: lengths, and the fingerprints that find duplicates. The last pass encodes.
-    with packing.progress.track("reading train", None) as advance:
-        characters = _survey(packing, contents, advance)
-    with packing.progress.track("learning the vocabulary", None) as advance:
-        return _fit(packing, min(1.0, FIT_CHARACTERS / max(1, characters)), advance)
-
-
-def _known(learned: Learned) -> tuple[Vocabulary, Vocabulary]:
-    assert learned.vocabulary is not None
-    source = Vocabulary.from_json(learned.vocabulary)
-    return source, source if learned.target_vocabulary is None else Vocabulary.from_json(learned.target_vocabulary)
-
-
-def _survey(packing: Packing, contents: PackContents, advance: Advance) -> int:
-    """Note the fingerprint of every training pair; return the number of their characters."""
+    """Note the fingerprint of every training pair, and learn the vocabularies from a share of the pairs."""
     seen = contents.fingerprints["train"]
     characters = 0
-    for _, _, _, pair in _kept(packing, DropCounter(), DropCounter()):  # the last pass counts what is left out
-        seen.append(fingerprint(pair))
-        characters += len(pair.source) + len(pair.target)
-        if len(seen) % _ADVANCE_EVERY == 0:
-            advance(_ADVANCE_EVERY)
-    return characters
+    # First pass: lengths, and the fingerprints that find duplicates. The last pass counts drops, and encodes.
+    with packing.progress.track("reading train", None) as advance:
+        for _, _, _, pair in _kept(packing, DropCounter(), DropCounter()):
+            seen.append(fingerprint(pair))
+            characters += len(pair.source) + len(pair.target)
+            if len(seen) % _ADVANCE_EVERY == 0:
+                advance(_ADVANCE_EVERY)
+    with packing.progress.track("learning the vocabulary", None) as advance:
+        return _fit(packing, min(1.0, FIT_CHARACTERS / max(1, characters)), advance)
 
 
 def _fit(packing: Packing, share: float, advance: Advance) -> tuple[Vocabulary, Vocabulary]:
@@ -145,11 +209,11 @@ def _trained(packing: Packing, contents: PackContents, again: NDArray[np.bool_])
     build.raw = raw.sides
 
 
-def _evaluated(contents: PackContents, split: str, sources: Sources) -> Chosen:
+def _evaluated(packing: Packing, contents: PackContents, split: str, sources: Sources) -> Chosen:
     """Yield all pairs of an evaluation split: filtering them would make scores incomparable."""
     dropped, raw = contents.splits[split].dropped, _RawCounter()
     for index, source in enumerate(sources):
-        for name, line, pair in _read(source, dropped):
+        for name, line, pair in _read(packing, source, dropped):
             raw(pair)
             if is_too_long(pair.source) or is_too_long(pair.target):
                 dropped(TOO_LONG, name)
@@ -181,7 +245,7 @@ def _kept(
     Either those that are held out to validate, or the others.
     """
     for index, source in enumerate(packing.data.train):
-        for name, line, pair in _read(source, dropped):
+        for name, line, pair in _read(packing, source, dropped):
             count(pair)
             # By the source alone: the same sentence with another translation is no test either.
             if is_held_out(pair.source.encode(errors="surrogatepass"), packing.data.held_out) != held_out:
@@ -193,9 +257,10 @@ def _kept(
                 filtered(reason, name)
 
 
-def _read(source: Source, dropped: Drop) -> Iterator[tuple[str, int, TextPair]]:
+def _read(packing: Packing, source: Source, dropped: Drop) -> Iterator[tuple[str, int, TextPair]]:
+    """Yield the pairs of a source, each with its name and its line."""
     file = Path(source.paths[0]).name
-    for number, pair in enumerate(source.pairs(dropped), 1):
+    for number, pair in enumerate(islice(source.pairs(dropped), packing.first), 1):
         line = pair.line or number
         yield f"{file}:{line}", line, pair
 
@@ -222,18 +287,18 @@ def _make_shards(
 
 def _parts(chosen: Chosen) -> Iterator[tuple[int, list[int], list[TextPair]]]:
     """Group consecutive pairs of one source into shards, with their lines."""
-    part: list[TextPair] = []
+    pairs: list[TextPair] = []
     lines: list[int] = []
     current = 0
     for index, line, pair in chosen:
-        if part and (index != current or len(part) == SHARD_PAIRS):
-            yield current, lines, part
-            part, lines = [], []
+        if pairs and (index != current or len(pairs) == SHARD_PAIRS):
+            yield current, lines, pairs
+            pairs, lines = [], []
         current = index
-        part.append(pair)
+        pairs.append(pair)
         lines.append(line)
-    if part:
-        yield current, lines, part
+    if pairs:
+        yield current, lines, pairs
 
 
 def filter_reason(pair: TextPair, data: DataSettings) -> str | None:
@@ -269,8 +334,8 @@ def repeated(fingerprints: array[int]) -> NDArray[np.bool_]:
 def encode(pairs: list[TextPair], source: Vocabulary, target: Vocabulary, block_pairs: int = BLOCK_PAIRS) -> Columns:
     """Return the token columns. Sources end with EOS; targets also begin with BOS."""
     blocks = [pairs[start : start + block_pairs] for start in range(0, len(pairs), block_pairs)]
-    sources = [_tokens([one.source for one in block], source, []) for block in blocks]
-    targets = [_tokens([one.target for one in block], target, [BOS]) for block in blocks]
+    sources = [_tokens([pair.source for pair in block], source, []) for block in blocks]
+    targets = [_tokens([pair.target for pair in block], target, [BOS]) for block in blocks]
     return Columns({"source": Ragged.joined(sources), "target": Ragged.joined(targets)})
 
 

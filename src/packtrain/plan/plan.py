@@ -27,9 +27,8 @@ from packtrain.job.job import Job
 from packtrain.job.load import LoadedJob
 from packtrain.job.part import is_address
 from packtrain.pack.archive import split_member
-from packtrain.pack.build import splits_of
+from packtrain.pack.build import common_kind, digest, settings_of, splits_of
 from packtrain.pack.manifest import Manifest, find_manifest, missing_files
-from packtrain.pack.packing import common_kind, digest, settings_of
 from packtrain.plan.devices import Hardware, Link, aws_hardware, device_named, ibm_hardware, this_machine
 from packtrain.plan.estimate import (
     Advice,

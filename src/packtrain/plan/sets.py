@@ -16,8 +16,8 @@ from packtrain.pack.archive import split_member
 from packtrain.pack.bitext import PairSource
 from packtrain.pack.build import splits_of
 from packtrain.pack.fetch import remote_size
+from packtrain.pack.pairs import packed_pair_bytes
 from packtrain.plan.raw import file_bytes, text_ratio
-from packtrain.plan.sizes import packed_pair_bytes
 from packtrain.plan.workload import DataSize, estimated_data
 from packtrain.store import Store
 

@@ -10,6 +10,7 @@ from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from packtrain.job.job import Job
+from packtrain.pack.kind import kind_of
 from packtrain.pack.manifest import Manifest
 from packtrain.plan.workload import DataSize, ModelSize, estimated_data
 
@@ -21,8 +22,6 @@ if TYPE_CHECKING:
 
 _PASSES = 3  # operations of a step by those of its forward pass
 _CAPTION_TOKENS = 12.0  # of an average caption
-# Of a pair: two bytes for each token of source and target, and 8 for the end of each row in each of the two columns.
-_TOKEN_BYTES, _ROW_BYTES = 4, 16
 
 
 def known_model(job: Job, manifest: Manifest) -> ModelSize | None:
@@ -39,16 +38,9 @@ def built_in_model(job: Job, vocabulary: int, classes: int) -> ModelSize | None:
 def known_data(job: Job, manifest: Manifest) -> DataSize:
     """Return the size of the data as far as the manifest tells; the tokens of pairs follow from the size of shards."""
     train = manifest.splits["train"]
-    size, cost = sum(shard.bytes for shard in train.shards), 1.0
-    if manifest.kind == "pairs":
-        cost = max(1.0, (size / train.samples - _ROW_BYTES) / _TOKEN_BYTES)
+    size, cost = sum(shard.bytes for shard in train.shards), kind_of(manifest.kind).mean_cost(train)
     valid, test = (manifest.splits[name].samples if name in manifest.splits else 0 for name in ("valid", "test"))
     return estimated_data(job, train.sources, [cost] * len(train.sources), size, valid, test)
-
-
-def packed_pair_bytes(length: float) -> float:
-    """Return the size of a pair whose texts have so many tokens each."""
-    return _TOKEN_BYTES * length + _ROW_BYTES
 
 
 def _padded(vocabulary: int) -> int:

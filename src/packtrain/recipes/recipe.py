@@ -23,7 +23,6 @@ from packtrain.data.pack import Pack
 from packtrain.errors import FieldMistake, Mistake, nearest
 from packtrain.job.job import Job, ModelSettings
 from packtrain.job.kinds import Source
-from packtrain.pack.manifest import Kind
 from packtrain.recipes.statistics import Statistic
 from packtrain.run.records import Sample
 
@@ -203,7 +202,7 @@ class Recipe(ABC):
     """The unit of batch sizes: tokens or samples."""
     contents: ClassVar[frozenset[str]]
     """Contents of raw data that it can learn from: pairs, turns, labels or captions."""
-    kind: ClassVar[Kind]
+    kind: ClassVar[str]
     """The kind of pack it learns from."""
     best_metric: ClassVar[str]
     """The score that decides which checkpoint is the best."""

@@ -8,6 +8,7 @@ from itertools import pairwise
 from statistics import fmean
 from typing import Any
 
+from packtrain.pack.kind import kind_of
 from packtrain.report.evidence import Evidence
 from packtrain.report.finding import Finding, Rows, Verdict, unknown
 from packtrain.report.goodput import lost_seconds, recovery_seconds
@@ -244,8 +245,7 @@ def data_set(evidence: Evidence) -> Finding | None:
     splits = {name: split for name, split in manifest.splits.items() if "@" not in name}
     size = {name: sum(shard.bytes for shard in split.shards) for name, split in manifest.splits.items()}
     train = splits["train"]
-    noun = {"pairs": "pair", "labels": "image", "captions": "image"}[manifest.kind]
-    answer = f"{counted(train.samples, noun)} to train on ({show_bytes(size['train'])} packed)"
+    answer = f"{counted(train.samples, kind_of(manifest.kind).noun)} to train on ({show_bytes(size['train'])} packed)"
     for name, word in (("valid", "to validate"), ("test", "to test")):
         answer += f", {show_count(splits[name].samples)} {word}" if name in splits else ""
     epochs = evidence.steps[-1].values["epoch"] if evidence.steps else 0.0

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, NamedTuple
 import numpy as np
 
 from packtrain.errors import printable
+from packtrain.pack.kind import ShownSample, kind_of
 from packtrain.pack.manifest import Split
 from packtrain.pack.shard import Columns
 from packtrain.report.pack_stats import Bar, ColumnsOf, PackStats, SplitStats
@@ -29,7 +30,6 @@ THUMBNAIL_PIXELS = 128
 
 _CLASSES_IN_PAGE, _CLASSES_IN_TERMINAL = 20, 10  # at each end
 _TEXT_LENGTH = 500
-_KINDS = {"pairs": "pairs of texts", "labels": "images with classes", "captions": "images with captions"}
 _WORDS = {"split", "", "reason", "examples", "class", "by source"}
 """Heads of columns with words; all others have numbers, which are right-aligned and never wrapped."""
 _NAMES_WIDTH, _ROW_HEIGHT, _NAME_LENGTH, _COUNT_WIDTH = 190, 17, 30, 60
@@ -60,7 +60,10 @@ class StatsTable(NamedTuple):
 
 def _subject(stats: PackStats) -> str:
     manifest = stats.manifest
-    parts = [_KINDS[manifest.kind], show_bytes(sum(file.bytes for one in stats.splits for file in one.split.shards))]
+    parts = [
+        kind_of(manifest.kind).title,
+        show_bytes(sum(file.bytes for one in stats.splits for file in one.split.shards)),
+    ]
     if manifest.classes:
         parts.append(f"{show_count(len(manifest.classes))} classes")
     parts += [f"vocabulary of {show_count(size)} tokens" for size in stats.vocabulary_sizes]
@@ -68,8 +71,8 @@ def _subject(stats: PackStats) -> str:
 
 
 def _tables(stats: PackStats) -> Iterator[StatsTable]:
-    def share(split: Split, count: int) -> str:  # of images, captions are counted, too: they have no common total
-        return split.show_share(count) if stats.manifest.kind == "pairs" else ""
+    def share(split: Split, count: int) -> str:
+        return split.show_share(count) if kind_of(stats.manifest.kind).drops_samples_only else ""
 
     rows = []
     for name, split in stats.manifest.splits.items():
@@ -140,14 +143,15 @@ def sample_page(stats: PackStats, columns: ColumnsOf, vocabularies: Sequence[Voc
     """Return a page with the numbers, and samples evenly spaced in each split."""
     body = [f'<h1>{_name(stats.manifest.name)}</h1><p class="dim">{_name(_subject(stats))}</p>']
     body += [f"<h3>{table.title.capitalize()}</h3>{_html(table)}" for table in _tables(stats) if table.rows]
+    kind = kind_of(stats.manifest.kind)
     for split in (one for one in stats.splits if "@" not in one.name):  # a copy in another size has the same samples
-        chosen = list(_chosen(split, columns, TEXTS if stats.manifest.kind == "pairs" else PICTURES))
-        if stats.manifest.kind == "pairs":
-            rows = "".join(_pair(shard, row, vocabularies) for shard, row in chosen)
-            samples = f"<table><tr><th>source</th><th>target</th></tr>{rows}</table>"
+        chosen = list(_chosen(split, columns, TEXTS if kind.heads else PICTURES))
+        shown = (kind.shown(shard, row, stats.manifest.classes, vocabularies) for shard, row in chosen)
+        if kind.heads:
+            heads = "".join(f"<th>{_name(head)}</th>" for head in kind.heads)
+            samples = f"<table><tr>{heads}</tr>{''.join(map(_row, shown))}</table>"
         else:
-            pictures = (_picture(shard, row, stats.manifest.classes, vocabularies) for shard, row in chosen)
-            samples = f'<div class="sheet">{"".join(pictures)}</div>'
+            samples = f'<div class="sheet">{"".join(map(_picture, shown))}</div>'
         head = f"{show_count(len(chosen))} of {show_count(split.split.samples)} samples, evenly spaced"
         body.append(f"<h2>{_name(split.name)}</h2>{_charts(split)}<h3>{head}</h3>{samples}")
     # Besides its style, the page may show only the images embedded in it.
@@ -220,27 +224,18 @@ def evenly(total: int, most: int) -> list[int]:
     return sorted({round(place) for place in np.linspace(0, total - 1, min(total, most)).tolist()})
 
 
-def _pair(shard: Columns, row: int, vocabularies: Sequence[Vocabulary]) -> str:
-    sides = (("source", vocabularies[0]), ("target", vocabularies[-1]))
-    texts = (_text(vocabulary.decode([shard.ragged[name][row].tolist()])[0]) for name, vocabulary in sides)
-    cells = "".join(f'<td class="text" dir="auto">{text}</td>' for text in texts)
+def _row(sample: ShownSample) -> str:
+    cells = "".join(f'<td class="text" dir="auto">{_text(text)}</td>' for text in sample.texts)
     return f"<tr>{cells}</tr>"
 
 
-def _picture(shard: Columns, row: int, classes: Sequence[str], vocabularies: Sequence[Vocabulary]) -> str:
-    if classes:
-        label = int(shard.plain["label"][row])
-        words = [printable(classes[label]) if label in range(len(classes)) else f"unknown class {label}"]
-    else:
-        ends = np.cumsum(shard.ragged["caption_lengths"][row], dtype=np.int64)[:-1]
-        words = vocabularies[0].decode([part.tolist() for part in np.split(shard.ragged["captions"][row], ends)])
-    width, height = int(shard.plain["width"][row]), int(shard.plain["height"][row])
-    data = thumbnail(shard.ragged["jpeg"][row].tobytes())
-    kind = ' class="small"' if max(width, height) < THUMBNAIL_PIXELS // 2 else ""
+def _picture(sample: ShownSample) -> str:
+    data = thumbnail(sample.jpeg)
+    size_class = ' class="small"' if max(sample.width, sample.height) < THUMBNAIL_PIXELS // 2 else ""
     source = base64.b64encode(data or b"").decode()
-    image = f'<img{kind} src="data:image/jpeg;base64,{source}" alt="">' if source else "unreadable"
-    hint = _text("\n".join([f"{width:,} x {height:,}", *words]))
-    caption = f'<figcaption dir="auto">{_text(words[0])}</figcaption>'
+    image = f'<img{size_class} src="data:image/jpeg;base64,{source}" alt="">' if source else "unreadable"
+    hint = _text("\n".join([f"{sample.width:,} x {sample.height:,}", *sample.texts]))
+    caption = f'<figcaption dir="auto">{_text(sample.texts[0])}</figcaption>'
     return f'<figure title="{hint}"><div class="frame">{image}</div>{caption}</figure>'
 
 

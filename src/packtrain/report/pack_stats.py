@@ -3,38 +3,22 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
-from packtrain.pack.manifest import Kind, Manifest, Split
+from packtrain.pack.kind import kind_of
+from packtrain.pack.manifest import Manifest, Split
 from packtrain.pack.shard import Columns
 from packtrain.report.page import nice_ticks
 
 ColumnsOf = Callable[[str], Iterable[Columns]]
 """The shards of a split, in order. Each is read once, so they need not all be open at the same time."""
-Numbers = Callable[[Columns], NDArray[Any]]
 
 _BINS = 24
-_SIZES: Mapping[str, Numbers] = {
-    "width, pixels": lambda shard: shard.plain["width"],
-    "height, pixels": lambda shard: shard.plain["height"],
-}
-_MEASURED: Mapping[Kind, Mapping[str, Numbers]] = {
-    "pairs": {
-        "source, tokens": lambda shard: shard.ragged["source"].lengths,
-        "target, tokens": lambda shard: shard.ragged["target"].lengths,
-    },
-    "labels": _SIZES,
-    "captions": {
-        **_SIZES,
-        "caption, tokens": lambda shard: shard.ragged["caption_lengths"].values,
-        "captions, per image": lambda shard: shard.ragged["caption_lengths"].lengths,
-    },
-}
 
 
 @dataclass(frozen=True)
@@ -75,11 +59,12 @@ class PackStats:
 
 def stats_of(manifest: Manifest, columns: ColumnsOf, vocabulary_sizes: Sequence[int] = ()) -> PackStats:
     splits = []
+    numbers_of = kind_of(manifest.kind).measures()
     for name, split in manifest.splits.items():
-        counts: dict[str, Counter[int]] = {what: Counter() for what in _MEASURED[manifest.kind]}
+        counts: dict[str, Counter[int]] = {what: Counter() for what in numbers_of}
         labels: Counter[int] = Counter()
         for shard in columns(name):  # one pass for all numbers: a pack may be larger than memory
-            for what, numbers in _MEASURED[manifest.kind].items():
+            for what, numbers in numbers_of.items():
                 count(numbers(shard), counts[what])
             if manifest.classes:
                 count(shard.plain["label"], labels)
