@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any, overload
 
 from packtrain.errors import Mistake, PacktrainError
-from packtrain.export.predict import Choice, DecodeOptions, load_predictor
+from packtrain.export.predict import DecodeOptions, load_predictor
 from packtrain.fleet import release, request_stop
 from packtrain.fleet.down import take_down
 from packtrain.fork import read_name
@@ -21,6 +21,7 @@ from packtrain.report.frame import frame_of, library_of
 from packtrain.report.notebook import Report, draw, panel_of, place_to_draw, runs_table
 from packtrain.report.plot import Axis, Plot, plot_of
 from packtrain.report.summary import Overview, overview
+from packtrain.run.checkpoint import Choice
 from packtrain.run.liveness import State, StateWatch, attempt, state_of, states_now
 from packtrain.run.records import LogLine, Point, Result
 from packtrain.run.run import Run, open_run, run_names

@@ -20,12 +20,22 @@ from typing import Literal
 
 from packtrain.data.pack import Pack
 from packtrain.errors import Mistake, printable, quoted
-from packtrain.export.predict import Choice, candidates
 from packtrain.job.changes import other_training
 from packtrain.job.job import Job, Parent
 from packtrain.pack.manifest import Manifest, find_manifest, pack_key
 from packtrain.recipes import Recipe
-from packtrain.run.checkpoint import FORMAT, Checkpoint, commit, fetch, manifest_key, part_name, parts_of
+from packtrain.run.checkpoint import (
+    FORMAT,
+    Checkpoint,
+    Choice,
+    candidates,
+    commit,
+    fetch,
+    manifest_key,
+    part_name,
+    parts_of,
+    read_choice,
+)
 from packtrain.run.parent import VOCABULARY_FILE, WEIGHTS_FILE, put_weights, record_of
 from packtrain.run.run import Run, open_run
 from packtrain.store import Store, open_store
@@ -53,11 +63,8 @@ def read_name(text: str, option: str = "") -> CheckpointName:
     place, colon, last = text.rpartition(":")
     choice: Choice | None = None
     if colon and not last.startswith("/"):
-        if last in ("best", "last"):
-            choice = "best" if last == "best" else "last"
-        elif last.isascii() and last.isdecimal() and len(last) < 19:
-            choice = int(last)
-        else:
+        choice = read_choice(last)
+        if choice is None:
             raise Mistake(f"{option}{printable(text, 200)}: after the colon comes a step, best or last")
     store, slash, run = (place if choice is not None else text).rpartition("/")
     if not run or (slash and not store):

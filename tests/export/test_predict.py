@@ -8,7 +8,7 @@ import torch
 
 from pack.corpus import GREETINGS, job_of, write_pairs
 from packtrain.errors import Mistake, NotFinished, NotFound, PacktrainError
-from packtrain.export.predict import DecodeOptions, Predictor, choice_of, load_predictor
+from packtrain.export.predict import DecodeOptions, Predictor, load_predictor
 from packtrain.job import Job
 from packtrain.recipes import Decoding
 from packtrain.run.run import Run
@@ -53,13 +53,6 @@ def test_a_checkpoint_can_be_chosen_by_its_step(run: Run, tmp_path: Path) -> Non
     run.store.put(run.key(f"checkpoints/{made.name}/files/{MODEL_FILE}"), b"damaged")
     with pytest.raises(PacktrainError, match="does not match its digest"):  # no other may stand in for it
         load_predictor(run, 20)
-
-
-@pytest.mark.parametrize("text", ["", "newest", "-1", "1.5", "\u0661", "9" * 40])
-def test_a_choice_of_checkpoint_is_best_last_or_a_step(text: str) -> None:
-    assert [choice_of(word) for word in ("best", "last", "0", "1500")] == ["best", "last", 0, 1500]
-    with pytest.raises(Mistake, match=r"^--checkpoint: must be best, last or the number of a step"):
-        choice_of(text)
 
 
 def test_the_recipe_chooses_options_that_are_not_given() -> None:

@@ -19,6 +19,7 @@ from packtrain.run.checkpoint import (
     Superseded,
     best_first,
     checkpoint_name,
+    choice_of,
     commit,
     committed,
     fetch_named,
@@ -716,3 +717,10 @@ def test_nothing_is_left_of_a_commit_that_was_killed_during_its_upload(
         assert committed(run) == [kept]
         if store.is_directory:
             assert [path.name for path in Path(store.url, run.key("checkpoints")).iterdir()] == [kept.name]
+
+
+@pytest.mark.parametrize("text", ["", "newest", "-1", "1.5", "\u0661", "9" * 40])
+def test_a_choice_of_checkpoint_is_best_last_or_a_step(text: str) -> None:
+    assert [choice_of(word) for word in ("best", "last", "0", "1500")] == ["best", "last", 0, 1500]
+    with pytest.raises(Mistake, match=r"^--checkpoint: must be best, last or the number of a step"):
+        choice_of(text)

@@ -124,7 +124,8 @@ def _write_predictions(path: Path, rows: Sequence[Mapping[str, Any]]) -> None:
 
 def _subject(name: str, store: str | None, checkpoint: str | None, trust_code: bool) -> Subject:
     from packtrain.export.evaluate import folder_subject, run_subject
-    from packtrain.export.predict import choice_of, is_folder
+    from packtrain.export.predict import is_folder
+    from packtrain.run.checkpoint import choice_of
 
     if is_folder(name):
         return folder_subject(Path(name), lambda: find_store(store))

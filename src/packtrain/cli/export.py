@@ -73,7 +73,7 @@ def export(
     from packtrain.cli.copies import CopyBars
     from packtrain.export.deliver import deliver, destination_of, untracked
     from packtrain.export.export import ExportOptions, export_run
-    from packtrain.export.predict import choice_of
+    from packtrain.run.checkpoint import choice_of
 
     options = ExportOptions(
         choice_of(checkpoint), average, form, "int8" if int8 else "fp32", tolerance, samples, license_name, replace

@@ -131,7 +131,8 @@ def predict(
 
 
 def _predictor(name: str, store: str | None, checkpoint: str | None, trust_code: bool) -> Predictor:
-    from packtrain.export.predict import choice_of, is_folder, load_predictor, open_model
+    from packtrain.export.predict import is_folder, load_predictor, open_model
+    from packtrain.run.checkpoint import choice_of
 
     if not is_folder(name):
         choice = choice_of(checkpoint)

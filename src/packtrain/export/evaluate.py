@@ -20,7 +20,7 @@ from packtrain.data.pack import Pack
 from packtrain.errors import FieldMistake, Mistake, PacktrainError, printable
 from packtrain.export.bootstrap import RESAMPLES, SEED, Difference, Interval, difference_of, interval_of, resampled
 from packtrain.export.model import ExportedModel, read_model
-from packtrain.export.predict import Choice, candidates, load_model, recipe_for
+from packtrain.export.predict import load_model, recipe_for
 from packtrain.identity import install_command
 from packtrain.job.kinds import Source
 from packtrain.pack.build import Learned, Packing, PackProgress, pack_later
@@ -31,6 +31,7 @@ from packtrain.pack.workers import Workers
 from packtrain.recipes import EvaluationRequest, Recipe, measure_of
 from packtrain.recipes.recipe import LAST_EPOCH, Measurement
 from packtrain.recipes.statistics import Floats, Statistic
+from packtrain.run.checkpoint import Choice, candidates
 from packtrain.run.records import Sample
 from packtrain.run.run import Run
 from packtrain.run.trust import Accept, refuse

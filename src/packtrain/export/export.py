@@ -35,7 +35,7 @@ from packtrain.export.model import (
     form_of,
     is_model,
 )
-from packtrain.export.predict import Choice, TrainedModel, candidates, load_model, weights_file
+from packtrain.export.predict import TrainedModel, load_model, weights_file
 from packtrain.identity import identity
 from packtrain.job import Job
 from packtrain.job.job import BudgetSettings, CheckpointSettings, FleetSettings
@@ -43,7 +43,7 @@ from packtrain.recipes import EvaluationRequest, Recipe
 from packtrain.recipes.recipe import LAST_EPOCH, Network, Scores
 from packtrain.recipes.statistics import Floats
 from packtrain.report.summary import overview
-from packtrain.run.checkpoint import Checkpoint, StoredFile, fetch
+from packtrain.run.checkpoint import Checkpoint, Choice, StoredFile, candidates, fetch
 from packtrain.run.liveness import state_of
 from packtrain.run.run import Run
 from packtrain.run.trust import Accept, refuse

@@ -9,11 +9,11 @@ from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from itertools import count, islice
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from packtrain.data.pack import Pack
 from packtrain.data.threads import in_threads, num_threads
-from packtrain.errors import Mistake, NotFinished, NotFound, quoted
+from packtrain.errors import Mistake, quoted
 from packtrain.export.model import is_model, read_model
 from packtrain.identity import install_command
 from packtrain.pack.raw import is_text
@@ -21,16 +21,13 @@ from packtrain.pack.tiles import Tiled
 from packtrain.recipes import Decoding, Prediction, Recipe, recipe_of
 from packtrain.recipes.images import ImageRecipe
 from packtrain.recipes.recipe import InputMistake, Network
-from packtrain.run.checkpoint import Checkpoint, CorruptCheckpoint, best_first, committed, fetch, parts_of
+from packtrain.run.checkpoint import Checkpoint, Choice, CorruptCheckpoint, candidates, fetch, parts_of
 from packtrain.run.run import Run
 from packtrain.run.trust import Accept, refuse, require_trust
 from packtrain.system import cache_directory
 
 if TYPE_CHECKING:
     from torch import nn
-
-Choice = Literal["best", "last"] | int
-"""A checkpoint of a run: by its score, the newest, or by its step."""
 
 MAX_CHARACTERS = 1_000_000  # of a text, for any recipe; those of Packtrain accept fewer
 
@@ -254,32 +251,6 @@ def recipe_for(run: Run, accept: Accept = refuse, purpose: str = "predict") -> R
             f"{purpose} needs torch for a run; run `{install_command('train')}`, or use an exported model"
         ) from error
     return recipe_of(run)(run.job, Pack(run.store, run.pack_name(), cache_directory() / "packs"))
-
-
-def choice_of(text: str | None) -> Choice:
-    """Read the value of `--checkpoint`."""
-    if text == "best":
-        return "best"
-    if text is None or text == "last":
-        return "last"
-    if not (text.isascii() and text.isdecimal() and len(text) < 19):
-        raise Mistake(f"--checkpoint: must be best, last or the number of a step, not {quoted(text)}")
-    return int(text)
-
-
-def candidates(run: Run, choice: Choice) -> Sequence[Checkpoint]:
-    """Return the checkpoints that the choice allows, the preferred one first: at least one."""
-    found = committed(run)
-    if not found:
-        raise NotFinished(f"{run.name} has no checkpoint yet; see `{run.command('show')}`")
-    if choice == "best":
-        return best_first(found)
-    if choice == "last":
-        return found[::-1]
-    steps = sorted({one.step for one in found})
-    if choice not in steps:
-        raise NotFound(f"{run.name} has no checkpoint of step {choice}; it has {', '.join(map(str, steps))}")
-    return [one for one in reversed(found) if one.step == choice]
 
 
 def weights_file(checkpoint: Checkpoint) -> str:

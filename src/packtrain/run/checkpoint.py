@@ -14,8 +14,9 @@ import uuid
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Literal
 
-from packtrain.errors import Mistake, PacktrainError
+from packtrain.errors import Mistake, NotFinished, NotFound, PacktrainError, quoted
 from packtrain.run.records import Generation
 from packtrain.run.run import Run
 from packtrain.store import DamagedObject, ObjectNotFound, is_key
@@ -23,6 +24,9 @@ from packtrain.store.records import Count, DamagedRecord, Digest, FileName, Many
 from packtrain.system import sha256_of
 
 FORMAT = 2
+
+Choice = Literal["best", "last"] | int
+"""A checkpoint of a run: by its score, the newest, or by its step."""
 
 _PART = re.compile(r"(?P<stem>.+)-(?P<number>[1-9]\d{0,5})-of-(?P<count>[1-9]\d{0,5})(?P<suffix>\.\w+)")
 
@@ -276,6 +280,40 @@ def _merit(checkpoint: Checkpoint) -> tuple[bool, float, int, int]:
 
 def is_scored(checkpoint: Checkpoint) -> bool:
     return checkpoint.score is not None and math.isfinite(checkpoint.score)
+
+
+def read_choice(text: str) -> Choice | None:
+    """Return the choice that a person has written; None if it is neither best, last nor the number of a step."""
+    if text == "best":
+        return "best"
+    if text == "last":
+        return "last"
+    return int(text) if text.isascii() and text.isdecimal() and len(text) < 19 else None
+
+
+def choice_of(text: str | None) -> Choice:
+    """Return the choice that `--checkpoint` names."""
+    if text is None:
+        return "last"
+    choice = read_choice(text)
+    if choice is None:
+        raise Mistake(f"--checkpoint: must be best, last or the number of a step, not {quoted(text)}")
+    return choice
+
+
+def candidates(run: Run, choice: Choice) -> list[Checkpoint]:
+    """Return the checkpoints that the choice allows, the preferred one first: at least one."""
+    checkpoints = committed(run)
+    if not checkpoints:
+        raise NotFinished(f"{run.name} has no checkpoint yet; see `{run.command('show')}`")
+    if choice == "best":
+        return best_first(checkpoints)
+    if choice == "last":
+        return checkpoints[::-1]
+    steps = sorted({checkpoint.step for checkpoint in checkpoints})
+    if choice not in steps:
+        raise NotFound(f"{run.name} has no checkpoint of step {choice}; it has {', '.join(map(str, steps))}")
+    return [checkpoint for checkpoint in reversed(checkpoints) if checkpoint.step == choice]
 
 
 def superfluous(checkpoints: list[Checkpoint], keep_last: int, keep_best: int) -> list[Checkpoint]:
