@@ -10,7 +10,8 @@ from pydantic import ValidationError
 
 from packtrain.job.job import EpochSettings, TrainSettings
 from packtrain.job.part import faults
-from packtrain.train.gradient_sync import DdpSettings, LocalSyncSettings
+from packtrain.train.ddp import DdpSettings
+from packtrain.train.local_steps import LocalStepsSettings
 from packtrain.train.progress import Progress
 from packtrain.units import Amount, Duration
 
@@ -114,7 +115,7 @@ def test_omitted_settings_have_defaults() -> None:
     train = settings()
     assert train.exchange == DdpSettings(compress="no")
     assert (train.micro_batch, train.ema, train.compile, train.patience) == (None, None, False, Duration(60, "seconds"))
-    assert LocalSyncSettings.model_validate({"every": "50 steps"}).rate == 0.7
+    assert LocalStepsSettings.model_validate({"every": "50 steps"}).rate == 0.7
 
 
 # Refusals.

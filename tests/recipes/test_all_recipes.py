@@ -25,8 +25,9 @@ from packtrain.recipes import RECIPES, Batch, Decoding, EvaluationRequest, Measu
 from packtrain.recipes.transformer import Attention
 from packtrain.run.parent import WEIGHTS_FILE, record_of
 from packtrain.store.records import encode
+from packtrain.train.ddp import DdpSettings, DdpSync
 from packtrain.train.engine import Engine
-from packtrain.train.gradient_sync import DdpSettings, DdpSync
+from packtrain.train.gradient_sync import SyncedModel
 from packtrain.train.progress import Progress
 from packtrain.train.weights import parent_weights
 from packtrain.train.world import World
@@ -320,7 +321,7 @@ def engine_with(recipe: Recipe, **changes: Any) -> Engine:
             module.p = 0.2
         if isinstance(module, Attention):
             module.dropout = 0.2
-    engine.gradient_sync = DdpSync(DdpSettings(), engine.model, World(), engine.clock)
+    engine.gradient_sync = DdpSync(DdpSettings(), SyncedModel(engine.model, World(), engine.clock, torch.float32))
     return engine
 
 

@@ -26,7 +26,7 @@ from packtrain.recipes.resnet import ResNet
 from packtrain.start import load
 from packtrain.store import open_store
 from packtrain.system import sha256_of
-from packtrain.train.gradient_sync import DdpSettings
+from packtrain.train.ddp import DdpSettings
 from recipes.captioned import THINGS, write_set
 
 EXAMPLES = Path(__file__).parent.parent.parent / "examples"

@@ -8,8 +8,10 @@ from pathlib import Path
 
 import pytest
 
+from packtrain.store import Store
 from packtrain.train.control import STOP_SIGNALS, Control
 from train.forking import WorkerForker
+from train.training import Training
 
 
 @pytest.fixture(scope="session")
@@ -30,3 +32,8 @@ def own_handlers() -> Iterator[None]:
 @pytest.fixture
 def control(tmp_path: Path) -> Control:
     return Control(tmp_path / "control")
+
+
+@pytest.fixture
+def training(directory_store: Store, forker: WorkerForker, tmp_path: Path) -> Training:
+    return Training(directory_store, forker, tmp_path)

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from packtrain.train.averaging import ENCODINGS
-from packtrain.train.gradient_sync import INT8_BLOCK, LocalSyncSettings
+from packtrain.train.local_steps import INT8_BLOCK, LocalStepsSettings
 from train.forking import WorkerForker
 
 
@@ -16,7 +16,7 @@ def test_a_message_is_off_by_at_most_half_a_level(compress: str, off: float) -> 
     rows = torch.linspace(-3, 3, 6 * INT8_BLOCK).view(2, -1)
     message = encoding.encode(rows)
     assert message.dtype == torch.uint8
-    settings = LocalSyncSettings.model_validate({"every": "2 steps", "compress": compress})
+    settings = LocalStepsSettings.model_validate({"every": "2 steps", "compress": compress})
     assert message.numel() == rows.numel() * settings.bytes_per_weight
     assert float((encoding.decode(message) - rows).abs().max()) <= 3 * off * 1.001
 

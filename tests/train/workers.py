@@ -526,7 +526,7 @@ def overlapped_values(settings: dict[str, Any], steps: int) -> dict[str, list[fl
         look("before", engine.model.state_dict())
         after_update(made, last)
         look("own", engine.model.state_dict())
-        look("common", sync.common())
+        look("common", sync.common_weights())
         look("evaluated", engine.evaluation_model().state_dict())
 
     sync.after_update = watched  # type: ignore[assignment,method-assign]

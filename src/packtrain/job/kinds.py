@@ -70,9 +70,9 @@ OPTIMIZERS: dict[str, str] = {
     "lamb": "packtrain.train.optimizer:LambSettings",
 }
 EXCHANGES: dict[str, str] = {
-    "ddp": "packtrain.train.gradient_sync:DdpSettings",
-    "local": "packtrain.train.gradient_sync:LocalSyncSettings",
-    "fsdp": "packtrain.train.gradient_sync:FsdpSettings",
+    "ddp": "packtrain.train.ddp:DdpSettings",
+    "local": "packtrain.train.local_steps:LocalStepsSettings",
+    "fsdp": "packtrain.train.fsdp:FsdpSettings",
 }
 
 
@@ -320,7 +320,7 @@ class ExchangeKind(Part):
         yield from ()
 
     @abstractmethod
-    def build(self, of: Any) -> Any:
+    def build(self, synced: Any) -> Any:
         """Return the `GradientSync` of a `SyncedModel`."""
 
 

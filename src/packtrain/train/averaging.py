@@ -18,7 +18,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.nn.functional import pad
 
-from packtrain.train.gradient_sync import INT8_BLOCK
+from packtrain.train.local_steps import INT8_BLOCK
 from packtrain.train.world import World
 
 _LARGEST = 127  # of a signed byte

@@ -70,7 +70,7 @@ class Engine:
         self.ema = None if settings.ema is None else Ema(self.model, settings.ema)
         self.precision = Precision(settings, world.device, world.has_bf16)
         followers = [] if self.ema is None else [self.ema.model]
-        synced = SyncedModel(self.model, followers, world, self.clock, self.precision)
+        synced = SyncedModel(self.model, world, self.clock, self.precision.dtype, followers)
         self.gradient_sync: GradientSync = settings.exchange.build(synced)
         self.optimizer = settings.optimizer.build(self.model)
         # The loss scale of fp16 has to be known before the next step.
@@ -125,7 +125,7 @@ class Engine:
         if not self.model.training:
             self.model.train()
         self.gradient_sync.before_step()
-        share = self.gradient_sync.share(cost, own_cost) * self.precision.scale.value
+        factor = self.gradient_sync.loss_factor(cost, own_cost) * self.precision.scale.value
         total = torch.zeros((), device=self._world.device)
         for number, micro_batch in enumerate(micro_batches, 1):
             is_last = number == len(micro_batches)
@@ -135,7 +135,7 @@ class Engine:
                 self.clock.mark("forward")
                 # 0 * NaN is NaN: a loss that is not finite on one rank reaches every rank through the gradient sync,
                 # so all of them notice in the same step.
-                (loss * (share + 0.0 * loss.detach())).backward()
+                (loss * (factor + 0.0 * loss.detach())).backward()
                 self.clock.mark(self.gradient_sync.span_after_backward if is_last else "backward")
             total += loss.detach()
         self.before_update()  # waits until the last snapshot is copied: the weights change next
@@ -228,7 +228,7 @@ class Engine:
         """Update the EMA where all ranks have weights in common."""
         sync = self.gradient_sync
         if self.ema is not None and (sync.is_common(step + 1) or last):
-            self.ema.update(step, sync.steps_since_common(step), sync.common)
+            self.ema.update(step, sync.steps_since_common(step), sync.common_weights)
 
     def loss_of(self, model: nn.Module, batch: Batch) -> float:
         """Return the loss of a batch, to find out what is wrong with it. Nothing is communicated or changed."""

@@ -174,14 +174,15 @@ def take(
     those are copied immediately, and the engine's `before_update` waits for the rest.
     """
     sync, model = engine.gradient_sync, engine.model
-    files: Files = {MODEL_FILE: {**model.state_dict(), **sync.common()}}
+    files: Files = {MODEL_FILE: {**model.state_dict(), **sync.common_weights()}}
     if engine.ema is not None:
         files[EMA_FILE] = engine.ema.model.state_dict()
     # Every rank takes part in gathering these, although only the first one keeps the result.
-    own = sync.own_states(optimizer_tensors(engine.optimizer, model))
-    files |= {_file_of(rank, OPTIMIZER_FILE): tensors for rank, tensors in enumerate(own)}
-    if remembered := sync.own():
-        files |= {_file_of(rank, WORKER_FILE): one for rank, one in enumerate(sync.own_states(remembered))}
+    states = sync.states_of_ranks(optimizer_tensors(engine.optimizer, model))
+    files |= {_file_of(rank, OPTIMIZER_FILE): tensors for rank, tensors in enumerate(states)}
+    if rank_state := sync.rank_state():
+        states = sync.states_of_ranks(rank_state)
+        files |= {_file_of(rank, WORKER_FILE): tensors for rank, tensors in enumerate(states)}
     if state := sync.state():
         files[GRADIENT_SYNC_FILE] = state
     # Whatever is not a parameter is a buffer, which the next forward pass may already change.
@@ -214,7 +215,7 @@ def restore(engine: Engine, directory: Path, expected: Description, rank: int) -
         for file in (GRADIENT_SYNC_FILE, _file_of(saved, WORKER_FILE))
     )
     engine.gradient_sync.restore(exchanged)
-    engine.gradient_sync.restore_own(own)
+    engine.gradient_sync.restore_rank_state(own)
     engine.precision.scale.restore(description.loss_scale)
     return description.progress
 
