@@ -41,8 +41,11 @@ HEADERS = {
     "Cross-Origin-Opener-Policy": "same-origin",
     "Cache-Control": "no-store",
 }
-SHARED_PAGE = Path(__file__).parent / "page"
-"""The directory of files that the pages of several servers use."""
+FILE_KINDS = {
+    ".html": "text/html; charset=utf-8", ".js": "text/javascript; charset=utf-8", ".css": "text/css; charset=utf-8",
+    ".svg": "image/svg+xml", ".png": "image/png", ".txt": "text/plain; charset=utf-8", ".woff2": "font/woff2",
+}  # fmt: skip
+_SHARED_PAGE = Path(__file__).parent / "page"
 CLIENT_LEFT = 499
 """The status in the log if the client left, as nginx has it."""
 _LENGTHS = {b"content-length", b"transfer-encoding"}
@@ -51,6 +54,11 @@ _MAX_CONNECTIONS = 2000
 _FILES_PER_PROCESS = 4096
 _IDLE_SECONDS = 15
 _SHUTDOWN_SECONDS = 5
+
+
+def page_files(folder: Path) -> dict[str, Path]:
+    """Return the files of a page by name, with those that all pages share."""
+    return {path.name: path for page in (_SHARED_PAGE, folder) for path in page.iterdir() if path.suffix in FILE_KINDS}
 
 
 def is_loopback(host: str) -> bool:

@@ -17,7 +17,7 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import httpx
 import jsonschema
@@ -39,9 +39,13 @@ from packtrain.recipes.caption import CaptionNetwork
 from packtrain.recipes.classify import ClassifierNetwork
 from packtrain.recipes.pairs import TextNetwork
 from packtrain.recipes.recipe import Hypothesis, Network
+from parts.browser import CHROMIUM, browser_at, expect
 from parts.models import commit_model, packed_run
 from parts.service import RunningService, running, wait_until
 from recipes.small import SMALL
+
+if TYPE_CHECKING:
+    from playwright.sync_api import Browser, ConsoleMessage, Page
 
 TOKEN = "a-token-of-this-test"
 JSON = {"Content-Type": "application/json"}
@@ -502,7 +506,7 @@ def test_with_a_token_everything_but_the_page_and_health_needs_it(
     recipes: Callable[[str], Recipe], echo: EchoText
 ) -> None:
     with serving(recipes("translate"), echo, TOKEN) as one, one.client() as client:
-        for path in ("/", "/page.js", "/attention.js", "/style.css", "/icon.svg", "/healthz", "/readyz"):
+        for path in ("/", "/page.js", "/dom.js", "/style.css", "/base.css", "/icon.svg", "/healthz", "/readyz"):
             assert client.get(path).status_code == 200, path
         for path in ("/v1/models", "/v1/models/greetings-1", "/metrics", "/openapi.json", "/v1/predict", "/nothing"):
             for given in ("", "Bearer", f"Bearer {TOKEN}x", f"Bearer {TOKEN[:-1]}", f"Basic {TOKEN}", "Bearer \xe9"):
@@ -890,10 +894,87 @@ def test_the_page_loads_nothing_from_elsewhere_and_allows_nothing_else(shared: h
     for path in re.findall(r'(?:src|href)="([^"]+)"', page.text):
         assert path.startswith("/"), path
         assert shared.get(path).status_code == 200, path
-    texts = [shared.get(path).text for path in ("/", "/page.js", "/attention.js", "/style.css")]
-    assert not re.search(r"https?://|//cdn|innerHTML|insertAdjacentHTML|document\.write", "".join(texts))
+    scripts = ("page.js", "attention.js", "dom.js", "fetch.js", "format.js")
+    texts = [page.text, *(shared.get(f"/{name}").text for name in (*scripts, "base.css", "style.css"))]
+    text = "".join(texts).replace("http://www.w3.org/2000/svg", "")  # a name, not an address
+    assert not re.search(r"https?://|//cdn|innerHTML|insertAdjacentHTML|document\.write", text)
+    assert set(re.findall(r'from "./([^"]+)"', text)) < set(scripts)
     assert " style=" not in page.text, "the policy forbids it"
     assert "<script>" not in page.text
+
+
+@contextmanager
+def opened(browser: Browser, service: RunningService, bears: str = "no error") -> Iterator[Page]:
+    """Open the page of a service; it may write no error but those that the test is about, and ask nobody else."""
+    faults: list[str] = []
+    context = browser.new_context()
+    page = context.new_page()
+    page.on("request", lambda request: faults.append(request.url) if service.url not in request.url else None)
+
+    def said(message: ConsoleMessage) -> None:
+        if message.type in ("error", "warning") and bears not in message.text:
+            faults.append(message.text)
+
+    page.on("console", said)
+    page.on("pageerror", lambda error: faults.append(str(error)))
+    page.goto(service.url)
+    yield page
+    context.close()
+    assert faults == []
+
+
+@pytest.fixture(scope="module")
+def browser(needs_chromium: None) -> Iterator[Browser]:
+    with browser_at(CHROMIUM) as browser:
+        yield browser
+
+
+def test_the_page_translates_each_line_by_itself_once_the_token_is_given(
+    browser: Browser, recipes: Callable[[str], Recipe], echo: EchoText
+) -> None:
+    with serving(recipes("translate"), echo, TOKEN) as one, opened(browser, one, bears="401") as page:
+        page.get_by_label("Token").fill("wrong")
+        page.get_by_role("button", name="Continue").click()
+        expect(page.get_by_role("alert")).to_have_text("That token is not accepted.")
+        page.get_by_label("Token").fill(TOKEN)
+        page.get_by_role("button", name="Continue").click()
+        expect(page.locator("#facts")).to_have_text("translate · echo fp32 · step 10")
+        page.get_by_label("Source").fill("good morning\n\nhello")
+        page.get_by_text("Options").click()
+        page.get_by_label("Outputs to show").fill("2")
+        page.get_by_role("button", name="Translate").click()
+        expect(page.locator("#output .text")).to_have_text("good morning\n\nhello")
+        expect(page.locator("#output .others li").first).to_have_text("good morning-0.500")
+        expect(page.locator("#took")).to_have_text(re.compile(r"^\d[\d.]* m?s$"))
+
+
+def test_the_page_talks_and_gives_a_refused_message_back(
+    browser: Browser, recipes: Callable[[str], Recipe], echo: EchoText
+) -> None:
+    with serving(recipes("chat"), echo) as one, opened(browser, one, bears="500") as page:
+        page.get_by_label("Message").fill("hello")
+        page.keyboard.press("Enter")
+        expect(page.locator(".turn.model")).to_have_text(re.compile("hello"))
+        echo.defect = RuntimeError("a secret")
+        page.get_by_label("Message").fill("good night")
+        page.keyboard.press("Enter")
+        expect(page.get_by_role("alert")).to_have_text("a defect of the service; its log says where")
+        expect(page.get_by_label("Message")).to_have_value("good night")
+
+
+@pytest.mark.parametrize("word", ["classify", "caption"])
+def test_the_page_shows_what_a_picture_is(browser: Browser, recipes: Callable[[str], Recipe], word: str) -> None:
+    recipe = recipes(word)
+    network = BrightClassifier() if word == "classify" else DrawnCaptioner(recipe)
+    with serving(recipe, network) as one, opened(browser, one) as page:
+        page.locator("#file").set_input_files({"name": "dark.png", "mimeType": "image/png", "buffer": picture("black")})
+        if word == "classify":
+            expect(page.locator(".bars li").first).to_have_text(re.compile(r"cat\s*100%"))
+            expect(page.locator(".bars li").last).to_contain_text("< 1%")
+        else:
+            expect(page.locator("#output .text")).to_have_text("a red square")
+            page.get_by_role("button", name="red").hover()
+            expect(page.locator("#stage")).to_have_class(re.compile("looking"))
 
 
 # The end of the process.

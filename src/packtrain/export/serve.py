@@ -68,12 +68,13 @@ from packtrain.export.predict import DecodeOptions
 from packtrain.export.service import Answer, Manner, Question, ServedModel, Service, ServiceSettings, Written
 from packtrain.http_server import (
     CLIENT_LEFT,
+    FILE_KINDS,
     HEADERS,
-    SHARED_PAGE,
     Token,
     is_from_elsewhere,
     log_line,
     names_this_machine,
+    page_files,
     server_config,
     with_headers,
 )
@@ -83,13 +84,8 @@ from packtrain.units import show_bytes
 
 OpenAiShape = TypeVar("OpenAiShape", bound=OpenAiRequest)
 
-_PAGE = Path(__file__).parent / "page"
 _FILES = {
-    "/": (_PAGE / "index.html", "text/html"),
-    "/page.js": (_PAGE / "page.js", "text/javascript"),
-    "/attention.js": (SHARED_PAGE / "attention.js", "text/javascript"),
-    "/style.css": (_PAGE / "style.css", "text/css"),
-    "/icon.svg": (SHARED_PAGE / "icon.svg", "image/svg+xml"),
+    f"/{name.replace('index.html', '')}": path for name, path in page_files(Path(__file__).parent / "page").items()
 }
 # Without a token: the page has no secrets, and whoever asks for health does not have one.
 _OPEN = {*_FILES, "/healthz", "/readyz"}
@@ -238,7 +234,7 @@ def application(service: Service, token: str | None) -> ASGIApp:
     """Return what is behind the door."""
     endpoints = Endpoints(service, token is not None)
     routes = [
-        *(Route(path, _file(file, kind)) for path, (file, kind) in _FILES.items()),
+        *(Route(path, _file(file)) for path, file in _FILES.items()),
         Route("/healthz", endpoints.health),
         Route("/readyz", endpoints.readiness),
         Route("/metrics", endpoints.metrics),
@@ -268,8 +264,8 @@ def application(service: Service, token: str | None) -> ASGIApp:
     return Starlette(routes=routes, exception_handlers=dict.fromkeys(kinds, handle_fault))
 
 
-def _file(path: Path, kind: str) -> Callable[[Request], Awaitable[Response]]:
-    content = path.read_bytes()
+def _file(path: Path) -> Callable[[Request], Awaitable[Response]]:
+    content, kind = path.read_bytes(), FILE_KINDS[path.suffix]
 
     async def endpoint(_: Request) -> Response:
         return Response(content, media_type=kind)

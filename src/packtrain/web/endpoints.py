@@ -23,7 +23,7 @@ from starlette.responses import Response, StreamingResponse
 from starlette.routing import Route
 
 from packtrain.errors import NotFound, PacktrainError, quoted
-from packtrain.http_server import SHARED_PAGE
+from packtrain.http_server import FILE_KINDS, page_files
 from packtrain.job.changes import FieldChange
 from packtrain.report.goodput import LABELS, Goodput
 from packtrain.report.origin import command_of, generated_source
@@ -42,7 +42,6 @@ from packtrain.web.table import as_json
 Part = TypeVar("Part")
 Limits = tuple[float | None, float | None]
 
-_PAGE = Path(__file__).parent / "page"
 _READ_SECONDS = 1.0  # that a request reads of a long history, before it answers with what is there, ...
 _MORE_SECONDS = 3.0  # ... and one for more of it: every answer is work, too
 _FIRST_SECONDS = 0.5  # that a list of many runs waits for their details
@@ -50,10 +49,6 @@ _MAX_RUNS, _MAX_NAMES, _MAX_POINTS, _MAX_LINES = 200, 50, 20_000, 2000
 _MAX_USES = 100_000  # points of all machines together
 _MAX_PICTURE_BYTES = 1 << 20
 _MAX_TEXT = 20_000  # characters of any text from the store, except the job
-_FILE_KINDS = {
-    ".html": "text/html; charset=utf-8", ".js": "text/javascript; charset=utf-8", ".css": "text/css; charset=utf-8",
-    ".svg": "image/svg+xml", ".png": "image/png", ".txt": "text/plain; charset=utf-8", ".woff2": "font/woff2",
-}  # fmt: skip
 _NO_PICTURE = {"picture": None, "words": (), "attention": (), "attention_shape": None, "confidence": None}
 _SPANS = ("data", "forward", "backward", "communication", "wait", "optimizer", "save", "evaluation", "start", "other")
 
@@ -71,8 +66,7 @@ class DashboardEndpoints:
     def __init__(self, store: Store, news: News) -> None:
         self._store, self._news, self._board = store, news, news.board
         self._answering = insight.Answering()
-        found = (path for folder in (_PAGE, SHARED_PAGE) for path in folder.iterdir())
-        self._files = {path.name: path for path in found if path.suffix in _FILE_KINDS}
+        self._files = page_files(Path(__file__).parent / "page")
 
     def application(self) -> Starlette:
         routes = [
@@ -109,7 +103,7 @@ class DashboardEndpoints:
         path = self._files.get(name)  # only what is there: no path of a request reaches the disk
         if path is None:
             raise RefusedRequest(404, "no such page")
-        return Response(path.read_bytes(), media_type=_FILE_KINDS[path.suffix])
+        return Response(path.read_bytes(), media_type=FILE_KINDS[path.suffix])
 
     def runs(self, _: Request) -> Response:
         self._news.ask()

@@ -1,6 +1,9 @@
 // The page of the service. Whatever comes from the model or a person is set as text, never as HTML.
 
-import { wordBar } from "/attention.js";
+import { wordBar } from "./attention.js";
+import { copier, make, setText } from "./dom.js";
+import { Failure, fetchJson } from "./fetch.js";
+import { bytes, count, duration, percent } from "./format.js";
 
 const main = document.getElementById("main");
 const LABELS = {
@@ -16,30 +19,11 @@ let model = null;
 
 // Requests.
 
-class Refused extends Error {
-  constructor(status, message) {
-    super(message);
-    this.status = status;
-  }
-}
-
-async function ask(path, init = {}) {
+function ask(path, init = {}) {
   const headers = new Headers(init.headers);
   const token = sessionStorage.getItem("token");
   if (token) headers.set("Authorization", `Bearer ${token}`);
-  let response;
-  try {
-    response = await fetch(path, { ...init, headers });
-  } catch {
-    throw new Refused(0, "The service cannot be reached. Is it still running?");
-  }
-  const body = await response.json().catch(() => ({}));
-  if (!response.ok) {
-    const wait = response.headers.get("Retry-After");
-    const hint = response.status === 429 && wait ? ` Try again in ${wait} s.` : "";
-    throw new Refused(response.status, (body.error?.message ?? `The service answered ${response.status}.`) + hint);
-  }
-  return body;
+  return fetchJson(path, { ...init, headers }, "The service cannot be reached. Is it still running?");
 }
 
 function predict(body, options) {
@@ -48,13 +32,6 @@ function predict(body, options) {
 }
 
 // Elements.
-
-function make(tag, className, text) {
-  const made = document.createElement(tag);
-  if (className) made.className = className;
-  if (text !== undefined) made.textContent = text;
-  return made;
-}
 
 function view(name) {
   main.replaceChildren(document.getElementById(name).content.cloneNode(true));
@@ -68,10 +45,7 @@ function said(text) {
   return text === "" ? make("p", "blank", "(empty)") : make("p", "text", text);
 }
 
-function took(started) {
-  const seconds = (performance.now() - started) / 1000;
-  return seconds < 1 ? `${Math.round(seconds * 1000)} ms` : `${seconds.toFixed(1)} s`;
-}
+const took = (started) => duration((performance.now() - started) / 1000);
 
 function showError(place, error) {
   if (error.status === 401) return askForToken("That token is not accepted.");
@@ -239,7 +213,7 @@ function showImage() {
     find("#filename").textContent = chosen.name || "pasted picture";
     find("#took").textContent = "";
     if (chosen.size > limit) {
-      return showError(output, new Refused(413, `The file is larger than ${Math.floor(limit / 1e6)} MB.`));
+      return showError(output, new Failure(413, `The file is larger than ${bytes(limit)}.`));
     }
     output.replaceChildren(make("p", "busy", "Looking…"));
     const started = performance.now();
@@ -282,8 +256,8 @@ function bars(classes) {
   const list = make("ol", "bars");
   for (const one of classes) {
     const [row, head, track, fill] = [make("li"), make("div", "head"), make("div", "track"), make("div", "fill")];
-    const percent = one.probability >= 0.01 ? `${Math.round(100 * one.probability)}%` : "< 1%";
-    head.append(make("span", "name", one.class), make("span", "value", percent));
+    const shown = one.probability >= 0.01 ? percent(one.probability) : "< 1%";
+    head.append(make("span", "name", one.class), make("span", "value", shown));
     fill.style.width = `${100 * one.probability}%`;
     track.append(fill);
     row.append(head, track);
@@ -334,7 +308,7 @@ function askForToken(fault) {
 
 function showState(text, className = "") {
   const state = document.getElementById("state");
-  if (state.textContent !== text) state.textContent = text;
+  setText(state, text);
   state.className = `state ${className}`;
 }
 
@@ -375,7 +349,7 @@ async function start() {
   const facts = model.packtrain;
   document.title = `${model.id} - Packtrain`;
   document.getElementById("name").textContent = model.id;
-  document.getElementById("facts").textContent = `${facts.recipe} · ${facts.form} ${facts.precision} · step ${facts.step.toLocaleString("en")}`;
+  document.getElementById("facts").textContent = `${facts.recipe} · ${facts.form} ${facts.precision} · step ${count(facts.step)}`;
   document.getElementById("snippet").textContent = snippet();
   document.getElementById("footer").hidden = false;
   document.getElementById("links").hidden = sessionStorage.getItem("token") !== null; // links do not send a token
@@ -384,10 +358,7 @@ async function start() {
   else showText();
 }
 
-document.getElementById("copy").addEventListener("click", async (event) => {
-  await navigator.clipboard?.writeText(document.getElementById("snippet").textContent);
-  event.target.textContent = "Copied";
-  setTimeout(() => { event.target.textContent = "Copy"; }, 1500);
-});
+const snippetText = document.getElementById("snippet");
+snippetText.closest(".snippet").append(copier(snippetText, "quiet"));
 start();
 watch();

@@ -1,29 +1,17 @@
 // The server: questions, and the stream that says when to ask again.
 
-export class Failure extends Error {
-  constructor(status, message) {
-    super(message);
-    this.status = status; // 0: no answer at all
-  }
-}
+import { fetchJson } from "./fetch.js";
 
-export async function ask(path, parameters = {}, signal = undefined) {
+const UNREACHABLE = "The dashboard's server does not answer. Is `packtrain ui` still running?";
+
+export function ask(path, parameters = {}, signal = undefined) {
   const query = new URLSearchParams();
   for (const [name, value] of Object.entries(parameters)) {
     for (const one of Array.isArray(value) ? value : [value]) {
       if (one !== undefined && one !== null && one !== "") query.append(name, one);
     }
   }
-  let response;
-  try {
-    response = await fetch(query.size ? `${path}?${query}` : path, { signal });
-  } catch (error) {
-    if (error.name === "AbortError") throw error;
-    throw new Failure(0, "The dashboard's server does not answer. Is `packtrain ui` still running?");
-  }
-  const body = await response.json().catch(() => null);
-  if (response.ok && body) return body;
-  throw new Failure(response.status, body?.error ?? `The server answered ${response.status}.`);
+  return fetchJson(query.size ? `${path}?${query}` : path, { signal }, UNREACHABLE);
 }
 
 // One question at a time for each asker: a newer question replaces the older one.

@@ -19,8 +19,18 @@ export const X_KINDS = {
   epoch: { label: "Epoch", show: (x) => String(Number(x.toPrecision(4))), read: (x) => `epoch ${x.toFixed(2)}` },
 };
 
-const styles = getComputedStyle(document.documentElement);
-export const color = (name) => (name.startsWith("--") ? styles.getPropertyValue(name).trim() : name);
+// A canvas does not know custom properties: the color of an element that has it is the one of the current theme.
+const probe = document.body.appendChild(Object.assign(document.createElement("i"), { hidden: true }));
+const colors = new Map();
+export const forgetColors = () => colors.clear();
+export function color(name) {
+  if (!name.startsWith("--")) return name;
+  if (!colors.has(name)) {
+    probe.style.color = `var(${name})`;
+    colors.set(name, getComputedStyle(probe).color);
+  }
+  return colors.get(name);
+}
 
 // Runs beyond the eighth get colors that are far apart on the circle.
 export function runColor(place) {

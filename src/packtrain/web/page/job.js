@@ -1,7 +1,7 @@
 // What a run was asked to do and how that differs from others; what it has saved.
 
 import { Asker } from "./api.js";
-import { button, card, make, quiet, select, setText, table } from "./dom.js";
+import { card, copier, make, quiet, select, setText, table } from "./dom.js";
 import { bytes, clean, clock, count, short } from "./format.js";
 import { adjust, current, listed } from "./route.js";
 
@@ -101,16 +101,6 @@ function listing(label) {
   made.tabIndex = 0;
   made.setAttribute("role", "region");
   made.setAttribute("aria-label", label);
-  return made;
-}
-
-// Copies what is shown: a terminal runs control characters that someone has put into a text of the store.
-function copier(listing) {
-  const made = button("plain", "Copy", async () => {
-    await navigator.clipboard?.writeText(listing.textContent);
-    setText(made, "Copied");
-    setTimeout(() => setText(made, "Copy"), 1500);
-  });
   return made;
 }
 

@@ -1,7 +1,9 @@
 // The frame around the views: address, stream of changes, theme, keyboard, and what to do when nobody answers.
 
-import { Failure, Stream, ask } from "./api.js";
+import { Stream, ask } from "./api.js";
+import { forgetColors } from "./chart.js";
 import { make, quiet, setText } from "./dom.js";
+import { Failure } from "./fetch.js";
 import { short } from "./format.js";
 import { address, current } from "./route.js";
 import { showRun } from "./run.js";
@@ -174,6 +176,11 @@ function setTheme(theme) {
   switcher.setAttribute("aria-label", label);
   switcher.title = `${label} (t)`;
   switcher.dataset.value = theme;
+  themed();
+}
+
+function themed() {
+  forgetColors();
   view?.themed?.();
 }
 
@@ -214,7 +221,7 @@ document.querySelector(".skip").addEventListener("click", (event) => {
   event.preventDefault(); // the address is the view's
   main.focus();
 });
-matchMedia("(prefers-color-scheme: dark)").addEventListener("change", () => view?.themed?.());
+matchMedia("(prefers-color-scheme: dark)").addEventListener("change", themed);
 window.addEventListener("hashchange", navigate);
 let theme = null;
 try {

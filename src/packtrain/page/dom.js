@@ -85,6 +85,16 @@ export function table(className, heads, rows) {
   return box;
 }
 
+// Copies what is shown: a terminal runs control characters that someone has put into a text of the store.
+export function copier(listing, className = "plain") {
+  const made = button(className, "Copy", async () => {
+    await navigator.clipboard?.writeText(listing.textContent);
+    setText(made, "Copied");
+    setTimeout(() => setText(made, "Copy"), 1500);
+  });
+  return made;
+}
+
 // Calls the function at most once for each frame, however often it is asked for.
 export function eachFrame(work) {
   let asked = 0;
