@@ -56,12 +56,12 @@ class ProgressBars:
         self._screen.say(("pack", style), f"  {text}")
 
     @contextmanager
-    def track(self, what: str, total: int | None) -> Iterator[Advance]:
+    def track(self, activity: str, total: int | None) -> Iterator[Advance]:
         columns = (
             TextColumn("{task.description}", markup=False), BarColumn(), MofNCompleteColumn(), _Rate(),
             TimeElapsedColumn(), TimeRemainingColumn(),
         )  # fmt: skip
         # `transient`: the bar disappears when it is done, and the line that `say` prints remains.
         with RichProgress(*columns, console=self._screen, transient=True, disable=not self._screen.is_terminal) as bars:
-            task = bars.add_task(what, total=total)
+            task = bars.add_task(activity, total=total)
             yield lambda count: bars.advance(task, count)

@@ -191,19 +191,19 @@ def member_of(archive: str, name: str) -> ArchiveMember:
     """Return the member of that name; the folder that the archive was made of may be omitted."""
     exact: list[ArchiveMember] = []
     below: list[ArchiveMember] = []
-    known: list[str] = []
+    first_names: list[str] = []
     for member in archive_members(archive):  # to the end, where the checksum of a compressed tar is
         if member.name == composed(name):
             exact.append(member)
         elif member.name.partition("/")[2] == composed(name):
             below.append(member)
-        if len(known) < _SHOWN_MEMBERS:
-            known.append(member.name)
+        if len(first_names) < _SHOWN_MEMBERS:
+            first_names.append(member.name)
     if exact or len(below) == 1:
         return (exact or below)[0]
     if below:
         raise Mistake(f"{printable(archive)}: has several members {quoted(name)}; include the folder in the name")
-    raise Mistake(f"{printable(archive)}: has no member {quoted(name)}; {printable(nearest(name, known), 300)}")
+    raise Mistake(f"{printable(archive)}: has no member {quoted(name)}; {printable(nearest(name, first_names), 300)}")
 
 
 def archive_members(path: str, hold_bytes: int = 0) -> Iterator[ArchiveMember]:
@@ -213,17 +213,17 @@ def archive_members(path: str, hold_bytes: int = 0) -> Iterator[ArchiveMember]:
     """
     archive, folder = split_member(path)
     if is_zip(archive):
-        found = zip_members(archive)
+        members = zip_members(archive)
     elif _starts_with(archive, _GZIP):
-        found = _compressed_members(archive, hold_bytes)
+        members = _compressed_members(archive, hold_bytes)
     else:
-        found = tar_members(Locator(archive))
+        members = tar_members(Locator(archive))
     if not folder:
-        yield from found
+        yield from members
         return
     below = composed(folder.strip("/")) + "/"
     is_empty = True
-    for member in found:
+    for member in members:
         if member.name.startswith(below):
             is_empty = False
             yield ArchiveMember(member.name.removeprefix(below), member.where)
@@ -284,7 +284,7 @@ class _Tar:
     def members(self, max_members: int) -> Iterator[tuple[str, int, int]]:
         """Yield the name, offset and length of each file."""
         self._refuse_other_formats()
-        seen: set[str] = set()
+        names: set[str] = set()
         position = 0
         while True:
             block = self._read(position, _BLOCK)
@@ -301,15 +301,15 @@ class _Tar:
                     continue
                 if header.kind not in _FILES:
                     raise MemberError(_REFUSED_KINDS.get(header.kind, f"has the unknown type {header.kind!r}"))
-                if text in seen:
+                if text in names:
                     raise MemberError("occurs twice")
                 if offset + header.size > self._length:
                     size = f"{header.size:,}"
                     raise MemberError(f"has {size} bytes, more than the file has left; download the file again")
             except MemberError as error:
                 raise self._mistake(f"member {quoted(_text(name))} at byte {position:,} {error}") from None
-            seen.add(text)
-            if len(seen) > max_members:
+            names.add(text)
+            if len(names) > max_members:
                 raise self._mistake(f"more than {max_members:,} members; split it into several tars")
             yield text, offset, header.size
             position = offset + _padded(header.size)
@@ -391,9 +391,9 @@ class _Tar:
 
 def parse_tar_header(block: bytes) -> TarHeader:
     """Parse a POSIX, GNU or V7 header."""
-    rest = block[:148] + b" " * 8 + block[156:]
-    excess = _number(block[148:156]) - sum(rest)
-    if excess and excess != -256 * sum(byte > 127 for byte in rest):  # some old writers summed signed bytes
+    summed = block[:148] + b" " * 8 + block[156:]
+    excess = _number(block[148:156]) - sum(summed)
+    if excess and excess != -256 * sum(byte > 127 for byte in summed):  # some old writers summed signed bytes
         raise MemberError("has a wrong checksum")
     size = _number(block[124:136])
     if size < 0:
@@ -449,16 +449,16 @@ def _text(name: bytes) -> str:
 
 def safe_name(name: bytes) -> bytes:
     """Return the name without empty and `.` parts; refuse one that points outside."""
-    parts = name.split(b"/")
+    components = name.split(b"/")
     if name.startswith(b"/"):
         raise MemberError("has an absolute name")
-    if b".." in parts:
+    if b".." in components:
         raise MemberError("has '..' in its name")
     if b"\0" in name or not name:
         raise MemberError("has no usable name")
     if len(name) > _NAME_BYTES:
         raise MemberError(f"has a name of {len(name):,} bytes")
-    return b"/".join(part for part in parts if part not in (b"", b".")) or b"."
+    return b"/".join(component for component in components if component not in (b"", b".")) or b"."
 
 
 def is_zip(path: str) -> bool:
@@ -508,7 +508,7 @@ def zip_members(path: str, max_members: int = MAX_MEMBERS) -> Iterator[ArchiveMe
     try:
         with Path(path).open("rb") as file:
             end = os.fstat(file.fileno()).st_size
-            seen: set[str] = set()
+            names: set[str] = set()
             for number, entry in enumerate(_zip_entries(file, end)):
                 if number == max_members:
                     raise Mistake(f"{shown}: more than {max_members:,} members; split it into several zips")
@@ -516,9 +516,9 @@ def zip_members(path: str, max_members: int = MAX_MEMBERS) -> Iterator[ArchiveMe
                     continue
                 try:
                     name = _text(safe_name(entry.name))
-                    if name in seen:
+                    if name in names:
                         raise MemberError("occurs twice")
-                    seen.add(name)
+                    names.add(name)
                     where = _located(entry, file.fileno(), end, path)
                 except MemberError as error:
                     raise Mistake(f"{shown}: member {quoted(_text(entry.name))} {error}") from None
@@ -544,9 +544,9 @@ class ZipEntry(NamedTuple):
 
 def _zip_entries(file: BinaryIO, end: int) -> Iterator[ZipEntry]:
     """Yield the entries of the directory; raise ValueError if it is damaged."""
-    start, left, shift = _zip_directory(file, end)
+    start, unread_bytes, shift = _zip_directory(file, end)
     file.seek(start)
-    while left > 0:
+    while unread_bytes > 0:
         fixed = file.read(_ZIP_ENTRY.size)
         if len(fixed) < _ZIP_ENTRY.size or not fixed.startswith(_ZIP_ENTRY_START):
             raise ValueError("its directory is damaged")
@@ -555,7 +555,7 @@ def _zip_entries(file: BinaryIO, end: int) -> Iterator[ZipEntry]:
             name_length, extra_length, comment_length, attributes, offset,
         ) = _ZIP_ENTRY.unpack(fixed)  # fmt: skip
         name, extra, _ = file.read(name_length), file.read(extra_length), file.read(comment_length)
-        left -= len(fixed) + name_length + extra_length + comment_length
+        unread_bytes -= len(fixed) + name_length + extra_length + comment_length
         if _ZIP64 in (unpacked, packed, offset):
             unpacked, packed, offset = _wide(extra, (unpacked, packed, offset))
         yield ZipEntry(_zip_name(name, extra, flags), flags, method, crc, packed, unpacked, attributes, offset + shift)
@@ -602,12 +602,12 @@ def _zip_name(raw: bytes, extra: bytes, flags: int) -> bytes:
     return name.encode()
 
 
-def _extra_field(extra: bytes, wanted: int) -> bytes:
+def _extra_field(extra: bytes, wanted_kind: int) -> bytes:
     """Return the content of the extra field of a kind; nothing if there is none."""
     at = 0
     while at + 4 <= len(extra):
         kind, length = struct.unpack_from("<HH", extra, at)
-        if kind == wanted:
+        if kind == wanted_kind:
             return extra[at + 4 : at + 4 + length]
         at += 4 + length
     return b""

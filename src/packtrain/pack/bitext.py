@@ -108,18 +108,20 @@ class Segment(NamedTuple):
 
 
 def _read_two(source: Path, target: Path) -> Iterator[TextPair]:
-    for one, other in zip_longest(_segments(source), _segments(target)):
-        if one is None or other is None:
+    for segment, translation in zip_longest(_segments(source), _segments(target)):
+        if segment is None or translation is None:
             counts = [sum(1 for _ in _segments(path)) for path in (source, target)]
-            what = "segments" if _is_sgml(source) or _is_sgml(target) else "lines"
+            units = "segments" if _is_sgml(source) or _is_sgml(target) else "lines"
             raise Mistake(
-                f"{source} has {counts[0]:,} {what} and {target} has {counts[1]:,};"
-                f" aligned files must have the same number of {what}"
+                f"{source} has {counts[0]:,} {units} and {target} has {counts[1]:,};"
+                f" aligned files must have the same number of {units}"
             )
-        if one.place != other.place and one.place is not None and other.place is not None:
-            places = [f"segment {quoted(name)} of document {quoted(doc)}" for doc, name in (one.place, other.place)]
+        if segment.place != translation.place and segment.place is not None and translation.place is not None:
+            places = [
+                f"segment {quoted(name)} of document {quoted(doc)}" for doc, name in (segment.place, translation.place)
+            ]
             raise Mistake(f"{source} and {target} are not aligned: {places[0]} meets {places[1]}")
-        yield TextPair(one.text, other.text)
+        yield TextPair(segment.text, translation.text)
 
 
 def _segments(path: Path) -> Iterator[Segment]:
@@ -134,37 +136,36 @@ def _read_sgml(path: Path) -> Iterator[Segment]:
     """Yield the segments of all documents in order. A segment may have several lines, and a line several segments."""
     document = ""
     name: str | None = None  # of the segment that is being read
-    parts: list[str] = []
+    texts: list[str] = []
     length = 0
-    found = False
+    is_empty = True
     for number, line in enumerate(read_lines(path), 1):
         position = 0
         for tag in _TAG.finditer(line):
-            is_end, kind, attributes = bool(tag[1]), tag[2].lower(), _attributes(tag[3])
+            is_end, kind = bool(tag[1]), tag[2].lower()
+            attributes = {
+                match[1].lower(): match[2] or match[3] or match[4] or "" for match in _ATTRIBUTE.finditer(tag[3])
+            }
             if kind == "doc":
                 document = "" if is_end else attributes.get("docid", "")
             elif is_end == (name is None):
                 raise Mistake(f"{path}:{number}: {'</seg> without <seg>' if is_end else '<seg> inside of a segment'}")
             elif is_end and name is not None:
-                found = True
-                text = " ".join([*parts, line[position : tag.start()]])
+                is_empty = False
+                text = " ".join([*texts, line[position : tag.start()]])
                 yield Segment(_ENTITY.sub(_character, text).strip(), (document, name))
                 name = None
             else:
-                name, parts, length, position = attributes.get("id", ""), [], 0, tag.end()
+                name, texts, length, position = attributes.get("id", ""), [], 0, tag.end()
         if name is not None:
-            parts.append(line[position:])
-            length += len(parts[-1]) + 1
+            texts.append(line[position:])
+            length += len(texts[-1]) + 1
             if length > MAX_LINE_BYTES:  # its end is missing; do not read the rest of the file into memory
                 break
     if name is not None:
         raise Mistake(f"{path}: segment {quoted(name)} of document {quoted(document)} has no end; download it again")
-    if not found:
+    if is_empty:
         raise Mistake(f'{path}: contains no segments, such as <seg id="1">text</seg>')
-
-
-def _attributes(text: str) -> dict[str, str]:
-    return {match[1].lower(): match[2] or match[3] or match[4] or "" for match in _ATTRIBUTE.finditer(text)}
 
 
 def _character(entity: re.Match[str]) -> str:

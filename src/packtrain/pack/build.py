@@ -58,7 +58,7 @@ class PackProgress(Protocol):
     def say(self, text: str) -> None:
         """Print a line that stays."""
 
-    def track(self, what: str, total: int | None) -> AbstractContextManager[Advance]:
+    def track(self, activity: str, total: int | None) -> AbstractContextManager[Advance]:
         """Show a bar of that many samples; None if the total is unknown."""
 
 
@@ -72,7 +72,7 @@ class PlainProgress:
         self._write(text)
 
     @contextmanager
-    def track(self, what: str, total: int | None) -> Iterator[Advance]:  # noqa: ARG002
+    def track(self, activity: str, total: int | None) -> Iterator[Advance]:  # noqa: ARG002
         yield lambda _: None
 
 
@@ -214,16 +214,17 @@ class SplitBuild:
         return sorted(self.shards, key=lambda finished: finished.number)
 
 
-def _merged(parts: Iterable[Mapping[str, Drops]]) -> dict[str, Drops]:
+def _merged(drops_of_shards: Iterable[Mapping[str, Drops]]) -> dict[str, Drops]:
     """Return all drops by reason, the most frequent first, with the names from the first parts."""
     counts: dict[str, int] = {}
     names: dict[str, tuple[str, ...]] = {}
-    for part in parts:
-        for reason, drops in part.items():
+    for drops_by_reason in drops_of_shards:
+        for reason, drops in drops_by_reason.items():
             counts[reason] = counts.get(reason, 0) + drops.count
             names[reason] = (*names.get(reason, ()), *drops.names)[:_FIRST_NAMES]
     return {
-        reason: Drops(counts[reason], names[reason]) for reason in sorted(counts, key=lambda one: (-counts[one], one))
+        reason: Drops(counts[reason], names[reason])
+        for reason in sorted(counts, key=lambda reason: (-counts[reason], reason))
     }
 
 
@@ -365,8 +366,8 @@ def _warn_of_overlap(contents: PackContents, progress: PackProgress) -> None:
     for split in (name for name in contents.fingerprints if name != "train"):
         values = np.frombuffer(contents.fingerprints[split], np.uint64)
         # In parts, because sorting all training samples at once would need several times their memory.
-        parts = (trained[start : start + _COMPARED] for start in range(0, max(1, len(trained)), _COMPARED))
-        shared = np.concatenate([part[np.isin(part, values)] for part in parts])
+        blocks = (trained[start : start + _COMPARED] for start in range(0, max(1, len(trained)), _COMPARED))
+        shared = np.concatenate([block[np.isin(block, values)] for block in blocks])
         same = int(np.isin(values, shared).sum())
         if same:
             progress.say(f"warning: {same:,} samples of {split} are also in train; scores will be too optimistic")
@@ -440,5 +441,5 @@ def _named_files_digest(source: Source) -> str:
 
 
 def _add_line(hasher: hashlib._Hash, name: str, status: os.stat_result | None) -> None:
-    what = "missing" if status is None else f"{status.st_size}\0{status.st_mtime_ns}"
-    hasher.update(f"{name}\0{what}\n".encode(errors="surrogateescape"))
+    identity = "missing" if status is None else f"{status.st_size}\0{status.st_mtime_ns}"
+    hasher.update(f"{name}\0{identity}\n".encode(errors="surrogateescape"))

@@ -106,7 +106,7 @@ def _finder(images: str, place: str, links: bool) -> Callable[[str], Locator | N
         return in_folder
     if not Path(split_member(images)[0]).exists():
         raise Mistake(f"{images}: not found; expected a folder, tar or zip of images")
-    members = {one.name: one.where for one in archive_members(images)}
+    members = {member.name: member.where for member in archive_members(images)}
     if any(where.is_gzip for where in members.values()):
         raise Mistake(f"{images}: compressed, so its images cannot be found by name; decompress it first (gunzip)")
     below: dict[str, list[Locator]] = {}  # an archive of a folder has the folder's name in front of all others
@@ -116,10 +116,10 @@ def _finder(images: str, place: str, links: bool) -> Callable[[str], Locator | N
     def in_archive(name: str) -> Locator | None:
         check_inside(images, name, place)
         name = composed(name)
-        found = [members[name]] if name in members else below.get(name, [])
-        if len(found) > 1:
+        places = [members[name]] if name in members else below.get(name, [])
+        if len(places) > 1:
             raise Mistake(f"{place}: {quoted(name)} is in several folders of {images}; include the folder in the name")
-        return found[0] if found else None
+        return places[0] if places else None
 
     return in_archive
 
@@ -127,14 +127,14 @@ def _finder(images: str, place: str, links: bool) -> Callable[[str], Locator | N
 def _names(document: Record, place: str) -> dict[Id, str]:
     """Return the file name of each image."""
     names: dict[Id, str] = {}
-    seen: set[str] = set()
+    file_names: set[str] = set()
     for where, record in _records(document, "images", place):
         image_id, name = _id(record, "id", where), _text(record, "file_name", where)
         if image_id in names:
-            raise Mistake(f"{where}: id {_said(image_id)} occurs twice")
-        if name in seen:
+            raise Mistake(f"{where}: id {_shown_id(image_id)} occurs twice")
+        if name in file_names:
             raise Mistake(f"{where}: file {quoted(name)} occurs twice; give all its captions to one image")
-        seen.add(name)
+        file_names.add(name)
         names[image_id] = name
     return names
 
@@ -145,16 +145,16 @@ def _captions(
     """Return the captions of each image that has any, and the images that lost one to the filter."""
     captions: dict[Id, list[str]] = {}
     touched: set[Id] = set()
-    seen: set[Id] = set()
+    caption_ids: set[Id] = set()
     for where, record in _records(document, "annotations", place):
         image_id, caption = _id(record, "image_id", where), _text(record, "caption", where)
         if image_id not in names:
-            raise Mistake(f'{where}: image {_said(image_id)} is not among the "images"')
+            raise Mistake(f'{where}: image {_shown_id(image_id)} is not among the "images"')
         if "id" in record:
-            own_id = _id(record, "id", where)
-            if own_id in seen:
-                raise Mistake(f"{where}: id {_said(own_id)} occurs twice")
-            seen.add(own_id)
+            caption_id = _id(record, "id", where)
+            if caption_id in caption_ids:
+                raise Mistake(f"{where}: id {_shown_id(caption_id)} occurs twice")
+            caption_ids.add(caption_id)
         precanned, rejected = _flag(record, "is_precanned", where), _flag(record, "is_rejected", where)
         if precanned or rejected:
             filtered(PRECANNED if precanned else REJECTED, printable(names[image_id]))
@@ -201,7 +201,7 @@ def _flag(record: Record, key: str, where: str) -> bool:
     return value
 
 
-def _said(value: Id) -> str:
+def _shown_id(value: Id) -> str:
     return quoted(value) if isinstance(value, str) else repr(value)[:60]
 
 

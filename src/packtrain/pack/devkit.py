@@ -51,8 +51,8 @@ def devkit_synsets(path: str) -> list[str]:
         synsets = dict(_synsets(_read(path, META)))
         names = [synsets[number] for number in range(1, len(synsets) + 1)]
     except (struct.error, zlib.error, ValueError, OverflowError, LookupError) as error:
-        said = printable(str(error), 100)
-        raise Mistake(f"{place}: not the devkit's list of synsets ({said}); download it again") from error
+        reason = printable(str(error), 100)
+        raise Mistake(f"{place}: not the devkit's list of synsets ({reason}); download it again") from error
     if len(set(names)) != len(names):
         raise Mistake(f"{place}: two synsets have the same name; download it again")
     return names
@@ -83,21 +83,21 @@ def _synsets(data: bytes) -> Iterator[tuple[int, str]]:
 
 def _struct_rows(variable: memoryview, order: str) -> Iterator[dict[str, memoryview]]:
     """Yield the values of each row of the struct array `synsets`, by field; nothing for other variables."""
-    parts = _elements(variable, order)
-    (_, flags), (_, sizes), (_, name) = _next(parts), _next(parts), _next(parts)
+    elements = _elements(variable, order)
+    (_, flags), (_, sizes), (_, name) = _next(elements), _next(elements), _next(elements)
     if _class_of(flags, order) != _STRUCT or bytes(name) != b"synsets":
         return
-    (_, width), (_, joined) = _next(parts), _next(parts)
+    (_, width), (_, joined) = _next(elements), _next(elements)
     length = int(_first("i", width, order))
     fields = [bytes(joined[at : at + length]).split(b"\0", 1)[0].decode() for at in range(0, len(joined), length)]
     for _ in range(math.prod(struct.unpack(f"{order}{len(sizes) // 4}i", sizes))):
-        yield {field: _next(parts)[1] for field in fields}
+        yield {field: _next(elements)[1] for field in fields}
 
 
 def _value(array: memoryview, order: str) -> float | str:
     """Return the text, or the first number, of an array."""
-    parts = _elements(array, order)
-    (_, flags), _, _, (kind, content) = _next(parts), _next(parts), _next(parts), _next(parts)
+    elements = _elements(array, order)
+    (_, flags), _, _, (kind, content) = _next(elements), _next(elements), _next(elements), _next(elements)
     if _class_of(flags, order) == _TEXT:
         return bytes(content).decode(_CHARACTERS[kind][order])
     return _first(_NUMBERS[kind], content, order)

@@ -50,10 +50,12 @@ class DialogueSource(PairSource):
         if is_text_file(path):
             return paths
         if Path(path).is_dir():
-            found = (one.name for one in Path(path).iterdir())
+            names_inside = (entry.name for entry in Path(path).iterdir())
         else:
-            found = (one.name.rpartition("/")[2] for one in ([] if is_address(path) else archive_members(path)))
-        return paths if any(plain_name(name) == LINES for name in found) else None
+            names_inside = (
+                entry.name.rpartition("/")[2] for entry in ([] if is_address(path) else archive_members(path))
+            )
+        return paths if any(plain_name(name) == LINES for name in names_inside) else None
 
     def pairs(self, drop: Drop) -> Iterator[TextPair]:
         paths = self._cornell()
@@ -86,23 +88,23 @@ def _find(folder: str, name: str) -> Path:
 
 
 def _find_member(archive: str, members: Sequence[str], name: str) -> Path:
-    found = [member for member in members if plain_name(member.rpartition("/")[2]) == name]
-    if len(found) != 1:
-        count = "several times" if found else "not found"
+    matches = [member for member in members if plain_name(member.rpartition("/")[2]) == name]
+    if len(matches) != 1:
+        count = "several times" if matches else "not found"
         raise Mistake(f"{archive}: {name} {count}; name both members: [{archive}#{LINES}, {archive}#{CONVERSATIONS}]")
-    return Path(f"{archive}#{found[0]}")
+    return Path(f"{archive}#{matches[0]}")
 
 
 def _read_cornell(
     texts: Mapping[str, str], conversations: Iterable[tuple[str, list[str]]], drop: Drop
 ) -> Iterator[TextPair]:
     for place, fields in conversations:
-        for one, other in pairwise(_ids(fields[-1], place)):
-            missing = [name for name in (one, other) if name not in texts]
+        for prompt, reply in pairwise(_ids(fields[-1], place)):
+            missing = [name for name in (prompt, reply) if name not in texts]
             if missing:
                 drop(MISSING_LINE, f"{place} {printable(missing[0])}")
             else:
-                yield TextPair(texts[one], texts[other])
+                yield TextPair(texts[prompt], texts[reply])
 
 
 def _texts(path: Path) -> dict[str, str]:

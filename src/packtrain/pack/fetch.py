@@ -16,13 +16,13 @@ import os
 import posixpath
 import re
 import shutil
-import threading
 import time
 import uuid
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, suppress
 from io import FileIO
+from itertools import islice
 from pathlib import Path
 from urllib.parse import quote, unquote, urljoin, urlsplit
 
@@ -57,6 +57,7 @@ _NAME_LENGTH = 120
 _BUCKETS = ("s3", "gs", "az")
 _HEADERS_ONLY = FetchPolicy(answer_seconds=10.0, tries=3)
 _PARALLEL = 16  # downloads of small files, whose time is mostly spent waiting
+_BLOCK_FILES = 1000  # handed to them at a time: all names of a source would take memory
 
 
 def local_copy(
@@ -113,25 +114,25 @@ Fetch = Callable[[str, Say, int], Path]
 def _fetch_from(path: str, store: Store, directory: Path, policy: FetchPolicy) -> Fetch | None:
     """Return how to download a path and what is beside it; None if it is local."""
     if path.startswith("store:"):
-        return lambda path, say, most: _from_store(store, path.removeprefix("store:"), path, directory, say, most)
-    scheme, separator, rest = path.partition("://")
+        return lambda path, say, limit: _from_store(store, path.removeprefix("store:"), path, directory, say, limit)
+    scheme, separator, place = path.partition("://")
     if not separator:
         return None
     if scheme.lower() in ("http", "https"):
         client = Client(policy)
-        return lambda path, say, most: _from_web(checked_url(path), client, directory, say, most)
-    opened = _opened_bucket(path)
-    start = len(f"{scheme}://{rest.partition('/')[0]}/")
-    return lambda path, say, most: _from_store(opened, path[start:], path, directory, say, most)
+        return lambda path, say, limit: _from_web(checked_url(path), client, directory, say, limit)
+    bucket = _opened_bucket(path)
+    start = len(f"{scheme}://{place.partition('/')[0]}/")
+    return lambda path, say, limit: _from_store(bucket, path[start:], path, directory, say, limit)
 
 
 def _opened_bucket(path: str) -> Store:
     """Return the bucket of an address as a store."""
-    scheme, _, rest = path.partition("://")
+    scheme, _, place = path.partition("://")
     if scheme.lower() not in _BUCKETS:
         hint = "use the plain path" if scheme.lower() == "file" else "use a path, http://, https://, a bucket or store:"
         raise Mistake(f"{printable(scheme[:20])}:// is not supported for data; {hint}")
-    bucket, _, key = rest.partition("/")
+    bucket, _, key = place.partition("/")
     if "?" in key:  # not shown: it may hold a signature
         raise Mistake(f"{scheme.lower()}:// URLs have no '?'; name only the object")
     with _lasting_errors_as_mistakes():
@@ -165,38 +166,24 @@ def _beside(address: str, name: str) -> str:
 
 def _fetch_named(source: Source, folder: Path, fetch: Callable[[str], Path], tell: Say) -> None:
     """Download all files that a source names to their places below `folder`, several at once; tell their number."""
-    left = source.named_files()
-    lock, count, told = threading.Lock(), 0, time.monotonic()
-    tell("")
 
-    def next_name() -> str | None:
-        nonlocal count, told
-        with lock:  # a generator runs in one thread at a time
-            name, _ = next(left, (None, None))
-            count += name is not None
-            if time.monotonic() - told > PROGRESS_SECONDS:
-                told = time.monotonic()
-                tell(f": {count:,} so far")
-            return name
-
-    def work() -> None:
-        nonlocal left
+    def fetch_and_link(name: str) -> None:
         try:
-            while (name := next_name()) is not None:
-                try:
-                    copy: Path | None = fetch(name)
-                except MissingFile:  # packing drops the sample, and counts it
-                    copy = None
-                with explained(folder):
-                    _link(copy, folder / name)
-        except BaseException:
-            with lock:
-                left = iter(())  # the other threads need not finish
-            raise
+            copy: Path | None = fetch(name)
+        except MissingFile:  # packing drops the sample, and counts it
+            copy = None
+        with explained(folder):
+            _link(copy, folder / name)
 
+    names, count, told_at = (name for name, _ in source.named_files()), 0, time.monotonic()
+    tell("")
     with ThreadPoolExecutor(_PARALLEL) as pool:
-        for done in [pool.submit(work) for _ in range(_PARALLEL)]:
-            done.result()
+        while block := list(islice(names, _BLOCK_FILES)):
+            for _ in pool.map(fetch_and_link, block):
+                count += 1
+                if time.monotonic() - told_at > PROGRESS_SECONDS:
+                    told_at = time.monotonic()
+                    tell(f": {count:,} so far")
 
 
 def _link(copy: Path | None, place: Path) -> None:
@@ -306,15 +293,15 @@ def _prepare(target: Path, size: int | None) -> None:
     partial = _partial_path(target)
     with explained(target.parent):
         make_folder(target.parent.absolute())
-        for old in target.parent.glob(f"{TEMPORARY}*"):
+        for leftover in target.parent.glob(f"{TEMPORARY}*"):
             with suppress(FileNotFoundError):
-                if old != partial and time.time() - old.stat().st_mtime > _ABANDONED_SECONDS:
-                    old.unlink()
-        here = partial.stat().st_size if partial.exists() else 0
+                if leftover != partial and time.time() - leftover.stat().st_mtime > _ABANDONED_SECONDS:
+                    leftover.unlink()
+        fetched = partial.stat().st_size if partial.exists() else 0
         free = shutil.disk_usage(target.parent).free
-    if size is not None and size - here > free:
+    if size is not None and size - fetched > free:
         raise Mistake(
-            f"{target.parent}: not enough space: {show_bytes(size - here)} needed, {show_bytes(free)} free;"
+            f"{target.parent}: not enough space: {show_bytes(size - fetched)} needed, {show_bytes(free)} free;"
             " free some, or set PACKTRAIN_CACHE to a directory on another disk"
         )
 

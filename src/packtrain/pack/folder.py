@@ -79,14 +79,14 @@ class FolderSource(ImageSource):
         numbers = {name: number for number, name in enumerate(classes)}
         for place, name, row in self._images("label"):
             label = class_number(_text(row, "label", place), numbers, place)
-            yield from self._found(place, name, label, (), drop)
+            yield from self._image(place, name, label, (), drop)
 
     def captioned(self, drop: Drop, filtered: Drop) -> Iterator[RawImage]:
         """Yield images with their captions. `drop` reports images, `filtered` captions that are left out."""
         for place, name, row in self._images("caption"):
-            given = row["caption"]
+            written = row["caption"]
             captions: list[str] = []
-            for caption in given if isinstance(given, list) else [given]:
+            for caption in written if isinstance(written, list) else [written]:
                 if not is_text(caption):
                     raise Mistake(f'{place}: "caption" must be a string or a list of strings')
                 if caption.strip():
@@ -94,7 +94,7 @@ class FolderSource(ImageSource):
                 else:
                     filtered(EMPTY_CAPTION, printable(name))
             if captions:
-                yield from self._found(place, name, None, tuple(captions), drop)
+                yield from self._image(place, name, None, tuple(captions), drop)
             else:
                 drop(NO_CAPTION, printable(name))
 
@@ -103,7 +103,7 @@ class FolderSource(ImageSource):
             line = int(place.rpartition(":")[2])  # blank lines are not pairs
             yield TextPair(_text(row, "source", place), _text(row, "target", place), line)
 
-    def _found(
+    def _image(
         self, place: str, name: str, label: int | None, captions: tuple[str, ...], drop: Drop
     ) -> Iterator[RawImage]:
         path = self._path_of(name, place)
@@ -121,20 +121,21 @@ class FolderSource(ImageSource):
         return file_inside(str(Path(self.path).parent), name, place, self.links)
 
     def _images(self, shape: Shape) -> Iterator[tuple[str, str, dict[str, object]]]:
-        seen: set[str] = set()
+        names: set[str] = set()
         for place, row in self._rows(shape):
             name = _text(row, "image", place)
-            if name in seen:
+            if name in names:
                 raise Mistake(f"{place}: image {quoted(name)} occurs twice; merge the lines")
-            seen.add(name)
+            names.add(name)
             yield place, name, row
 
     def _rows(self, shape: Shape) -> Iterator[tuple[str, dict[str, object]]]:
         for place, record in self._records():
-            found = _shape(record, place)
-            if found != shape:
+            its_shape = _shape(record, place)
+            if its_shape != shape:
                 raise Mistake(
-                    f"{place}: has {_said(found)}, expected {_said(shape)}; all lines of a file must have the same keys"
+                    f"{place}: has {_shown_keys(its_shape)}, expected {_shown_keys(shape)};"
+                    " all lines of a file must have the same keys"
                 )
             yield place, record
 
@@ -153,14 +154,14 @@ def _shape(record: dict[str, object], place: str) -> Shape:
     if len(fitting) == 1:
         return fitting[0]
     if fitting:
-        raise Mistake(f"{place}: has both {' and '.join(map(_said, fitting))}; remove one")
-    known = {key for keys in _KEYS.values() for key in keys}
-    strange = next((key for key in record if key not in known), None)
-    hint = "" if strange is None else f"; {quoted(strange)}: {nearest(strange[:40], known)}"
-    raise Mistake(f"{place}: must have {', or '.join(map(_said, _KEYS))}{hint}")
+        raise Mistake(f"{place}: has both {' and '.join(map(_shown_keys, fitting))}; remove one")
+    keys_of_shapes = {key for keys in _KEYS.values() for key in keys}
+    strange = next((key for key in record if key not in keys_of_shapes), None)
+    hint = "" if strange is None else f"; {quoted(strange)}: {nearest(strange[:40], keys_of_shapes)}"
+    raise Mistake(f"{place}: must have {', or '.join(map(_shown_keys, _KEYS))}{hint}")
 
 
-def _said(shape: Shape) -> str:
+def _shown_keys(shape: Shape) -> str:
     return " and ".join(f'"{key}"' for key in _KEYS[shape])
 
 

@@ -23,14 +23,14 @@ _SOURCE: TypeAdapter[Source] = TypeAdapter(AnySource)
 MistakeAt = Callable[[Location, str], Mistake]
 
 
-def read_sources(option: str, given: Sequence[str], recipe: str, contents: frozenset[str]) -> tuple[Source, ...]:
+def read_sources(option: str, texts: Sequence[str], recipe: str, contents: frozenset[str]) -> tuple[Source, ...]:
     """Return the sources that the values of an option name; `contents` are those that the recipe can learn from.
 
     Paths without a format are together one source, such as two aligned files, or else one source each.
     """
     sources: list[Source] = []
     paths: list[str] = []
-    for text in given:
+    for text in texts:
         if text.lstrip().startswith(("{", "[")):
             sources += _written(option, text)
         elif text.lower().endswith(_YAML) and not is_address(text):
@@ -107,31 +107,25 @@ def _recognized(option: str, paths: Sequence[str], recipe: str, contents: frozen
     for path in paths:
         if not is_address(path) and not os.path.lexists(split_member(path)[0]):
             raise Mistake(f"{option} {printable(path, 200)}: no such file or folder")
-    found = _recognized_as_one(paths, lambda kind: bool(kind.contents & contents))
-    if found is not None:
-        return [_built(option, found)]
+    recognized = _recognized_as_one(paths, lambda kind: bool(kind.contents & contents))
+    if recognized is not None:
+        return list(_sources(recognized, Path.cwd(), lambda _, problem: Mistake(f"{option}: {problem}")))
     if len(paths) > 1:
         return [source for path in paths for source in _recognized(option, [path], recipe, contents)]
     shown = f"{option} {printable(paths[0], 200)}"
-    other = _recognized_as_one(paths, lambda kind: not kind.contents & contents)
-    if other is not None:
-        raise Mistake(f"{shown}: looks like {other[0]} data, but {recipe} needs {_supported(contents)}")
+    misfit = _recognized_as_one(paths, lambda kind: not kind.contents & contents)
+    if misfit is not None:
+        raise Mistake(f"{shown}: looks like {next(iter(misfit))} data, but {recipe} needs {_supported(contents)}")
     word = next(word for word in FORMATS if kind_class(FORMATS, word).contents & contents)
     example = kind_class(FORMATS, word).example
     raise Mistake(f"{shown}: {recipe} does not recognize it; name its format: {option} '{{{word}: {example}}}'")
 
 
-def _recognized_as_one(paths: Sequence[str], fits: Callable[[type[Source]], bool]) -> tuple[str, Sequence[str]] | None:
-    """Return the format of the paths, and its paths."""
+def _recognized_as_one(paths: Sequence[str], fits: Callable[[type[Source]], bool]) -> dict[str, list[str]] | None:
+    """Return the paths as a single source, as a job has it."""
     for word in reversed(FORMATS):  # the first one takes any text
         kind: type[Source] = kind_class(FORMATS, word)
-        found = kind.recognize(paths) if fits(kind) else None
-        if found is not None:
-            return word, found
+        source_paths = kind.recognize(paths) if fits(kind) else None
+        if source_paths is not None:
+            return {word: list(source_paths)}
     return None
-
-
-def _built(option: str, found: tuple[str, Sequence[str]]) -> Source:
-    word, paths = found
-    [source] = _sources({word: list(paths)}, Path.cwd(), lambda _, problem: Mistake(f"{option}: {problem}"))
-    return source

@@ -84,11 +84,11 @@ class ImageNetSource(ImageSource):
         """Yield images in the order of their names, or of the archive, labeled by the classes of the training data."""
         numbers = {name: number for number, name in enumerate(classes)}
         read = _read_classes if len(self.paths) == 1 else _read_flat
-        found = False
+        is_empty = True
         for sample in read(self.paths, numbers, _Look(self.links, drop, filtered)):
-            found = True
+            is_empty = False
             yield sample
-        if not found:
+        if is_empty:
             raise Mistake(f"{self.paths[0]}: contains no images")
 
 
@@ -105,12 +105,12 @@ def _read_classes(paths: tuple[str, ...], numbers: Mapping[str, int], look: _Loo
     names = _class_names(path, look.links)
     for name in names:  # check all names first: otherwise an unknown class fails hours later
         class_number(name, numbers, path)
-    seen: set[str] = set()
+    classes_with_images: set[str] = set()
     for name, member in _classed(path, look):
-        seen.add(name)
+        classes_with_images.add(name)
         yield RawImage(printable(f"{name}/{member.name}"), member.where, class_number(name, numbers, path))
     for name in names:
-        if name not in seen:
+        if name not in classes_with_images:
             look.drop(EMPTY_CLASS, printable(name))
 
 
@@ -119,16 +119,16 @@ def _read_flat(paths: tuple[str, ...], numbers: Mapping[str, int], look: _Look) 
     truth = _ground_truth(paths)
     for name in sorted(set(truth.classes)):  # checked before the images are read, as for class folders
         class_number(name, numbers, truth.place)
-    seen = bytearray(len(truth.classes))  # one flag per line, to find duplicate and missing images
+    has_image = bytearray(len(truth.classes))  # one flag per line, to find duplicate and missing images
     members = _files(path, path, look) if Path(path).is_dir() else _visible(archive_members(path, MAX_BYTES), look)
     for member in members:
         shown = printable(member.name)
         index = truth.index_of(member.name, f"{path}: {shown}")
-        if seen[index]:
+        if has_image[index]:
             raise Mistake(f"{path}: {shown} is another image for {truth.line(index)}; remove one")
-        seen[index] = 1
+        has_image[index] = 1
         yield RawImage(shown, member.where, class_number(truth.classes[index], numbers, truth.place))
-    for index, is_there in enumerate(seen):
+    for index, is_there in enumerate(has_image):
         if not is_there:
             look.drop(NO_IMAGE, truth.line(index))
 
@@ -167,9 +167,9 @@ def _classed(path: str, look: _Look) -> Iterator[tuple[str, ArchiveMember]]:
     else:
         root, _ = _class_folders_in(path)
         for member in _visible(archive_members(path, MAX_BYTES), look):
-            name, is_inside, rest = member.name[len(root) :].partition("/")
+            name, is_inside, image_name = member.name[len(root) :].partition("/")
             if is_inside and member.name.startswith(root):
-                yield name, ArchiveMember(rest, member.where)
+                yield name, ArchiveMember(image_name, member.where)
             else:
                 look.filtered(NO_CLASS, printable(member.name))
 
@@ -218,8 +218,8 @@ def _class_folders_in(path: str) -> tuple[str, list[str]]:
 def _visible(members: Iterator[ArchiveMember], look: _Look | None = None) -> Iterator[ArchiveMember]:
     """Skip hidden files, those in hidden folders, and what is no picture by its name."""
     for member in members:
-        parts = member.name.split("/")
-        reason = HIDDEN if any(map(is_hidden, parts)) else None if may_be_picture(parts[-1]) else NO_PICTURE
+        components = member.name.split("/")
+        reason = HIDDEN if any(map(is_hidden, components)) else None if may_be_picture(components[-1]) else NO_PICTURE
         if reason is None:
             yield member
         elif look is not None:
@@ -265,14 +265,14 @@ def _listing(folder: str, look: _Look | None = None) -> list[os.DirEntry[str]]:
     """Return the visible entries of a folder, sorted: file systems list them in any order."""
     try:
         with os.scandir(folder) as entries:
-            found = sorted(entries, key=lambda entry: os.fsencode(entry.name))
+            sorted_entries = sorted(entries, key=lambda entry: os.fsencode(entry.name))
     except OSError as error:
         raise Mistake(f"{printable(folder)}: {error.strerror or error}") from error
     if look is not None:
-        for entry in found:
+        for entry in sorted_entries:
             if is_hidden(entry.name):
                 look.filtered(HIDDEN, printable(entry.path))
-    return [entry for entry in found if not is_hidden(entry.name)]
+    return [entry for entry in sorted_entries if not is_hidden(entry.name)]
 
 
 def _class_name(name: str, path: str) -> str:
@@ -348,8 +348,8 @@ def _numbered(rows: list[str], place: str, synsets: list[str], listed: str) -> l
     classes = []
     for line, row in enumerate(rows, 1):
         if not re.fullmatch("[0-9]{1,9}", row) or not 1 <= int(row) <= len(synsets):
-            most = f"{len(synsets):,}, the synsets of {listed}"
-            raise Mistake(f"{place}:{line}: {quoted(row)} must be a number from 1 to {most}")
+            highest = f"{len(synsets):,}, the synsets of {listed}"
+            raise Mistake(f"{place}:{line}: {quoted(row)} must be a number from 1 to {highest}")
         classes.append(synsets[int(row) - 1])
     return classes
 
@@ -380,11 +380,10 @@ def _kaggle_truth(rows: list[str], place: str) -> GroundTruth:
 
 def _synsets(path: str) -> list[str]:
     names = [row.split()[0] for row in _rows(read_lines(Path(path)), path)]
-    seen: set[str] = set()
+    lines: dict[str, int] = {}
     for line, name in enumerate(names, 1):
-        if name in seen:
+        if lines.setdefault(name, line) != line:
             raise Mistake(f"{path}:{line}: {printable(name)} occurs twice")
-        seen.add(name)
     return names
 
 

@@ -1,13 +1,17 @@
 """Pack images as tiles that can be decoded in part. Shards are independent tasks for any worker."""
 
+# ruff: noqa: ARG002 - methods have the arguments of the interface, used or not
+
 from __future__ import annotations
 
 import hashlib
 from abc import abstractmethod
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from dataclasses import dataclass, replace
-from itertools import islice
+from functools import partial
+from itertools import chain, islice
 from typing import Any
 
 import numpy as np
@@ -21,7 +25,6 @@ from packtrain.pack.build import (
     PackContents,
     Packing,
     ShardTarget,
-    Sources,
     empty_contents,
     is_held_out,
     put_file,
@@ -39,6 +42,8 @@ LONG_CAPTION = f"caption of more than {MAX_TEXT_BYTES:,} bytes"
 SHARD_BYTES = 20_000_000  # of raw files: small enough to download ahead of use, large enough for few requests
 _READERS = 8  # threads that look which images are held out
 _MAX_SAMPLES = 20_000  # in a shard, for images of a few bytes
+
+Read = Callable[[], Iterator[RawImage]]
 
 
 class ImagePacks(PackKind):
@@ -70,7 +75,8 @@ class ImagePacks(PackKind):
             drop, filtered = contents.splits[split].dropped, contents.splits[split].filtered
             if split == "valid" and packing.data.held_out is not None:  # its sources count for the training data
                 drop, filtered = DropCounter(), DropCounter()
-            tasks = self._tasks(packing, split, sources, (drop, filtered), contents.classes, vocabulary)
+            reads = [partial(self.samples, source, drop, filtered, contents.classes) for source in sources]
+            tasks = self._tasks(packing, split, reads, vocabulary)
             with packing.progress.track(f"packing {split}", None) as advance:
                 for finished in packing.workers.do(make_shard, tasks):
                     contents.splits[split].shards.append(finished)
@@ -79,20 +85,13 @@ class ImagePacks(PackKind):
         return contents
 
     def _tasks(
-        self,
-        packing: Packing,
-        split: str,
-        sources: Sources,
-        counters: tuple[DropCounter, DropCounter],
-        classes: tuple[str, ...],
-        vocabulary: str | None,
+        self, packing: Packing, split: str, reads: Sequence[Read], vocabulary: str | None
     ) -> Iterator[ImageTask]:
         store, number = packing.store, 0
-        for index, source in enumerate(sources):
-            images = islice(self.samples(source, *counters, classes), packing.first)
-            for shard in shards_of(_side(images, split, packing.data.held_out)):
-                target = ShardTarget(packing.name, split, number, index)
-                yield ImageTask(self, store.url, store.identity, target, shard, packing.data.sizes, vocabulary)
+        for source, read in enumerate(reads):
+            for images in shards_of(_side(islice(read(), packing.first), split, packing.data.held_out)):
+                target = ShardTarget(packing.name, split, number, source)
+                yield ImageTask(self, store.url, store.identity, target, images, packing.data.sizes, vocabulary)
                 number += 1
 
     def measures(self) -> Mapping[str, Callable[[Columns], NDArray[Any]]]:
@@ -101,17 +100,10 @@ class ImagePacks(PackKind):
             "height, pixels": lambda shard: shard.plain["height"],
         }
 
-    def shown(
-        self, shard: Columns, row: int, classes: Sequence[str], vocabularies: Sequence[Vocabulary]
-    ) -> ShownSample:
+    @staticmethod
+    def picture(shard: Columns, row: int, texts: Sequence[str]) -> ShownSample:
         size = int(shard.plain["width"][row]), int(shard.plain["height"][row])
-        return ShownSample(self.words(shard, row, classes, vocabularies), shard.ragged["jpeg"][row].tobytes(), *size)
-
-    @abstractmethod
-    def words(
-        self, shard: Columns, row: int, classes: Sequence[str], vocabularies: Sequence[Vocabulary]
-    ) -> Sequence[str]:
-        """Return what an image is labeled with, in words."""
+        return ShownSample(texts, shard.ragged["jpeg"][row].tobytes(), *size)
 
 
 class LabelPacks(ImagePacks):
@@ -119,33 +111,28 @@ class LabelPacks(ImagePacks):
 
     nouns, title = "images", "images with classes"
 
-    def samples(
-        self, source: Source, drop: Drop, filtered: Drop, classes: Sequence[str] | None = None
-    ) -> Iterator[RawImage]:
-        return source.labeled(source.classes() if classes is None else classes, drop, filtered)
+    def samples(self, source: Source, drop: Drop, filtered: Drop, classes: Sequence[str] = ()) -> Iterator[RawImage]:
+        return source.labeled(classes or source.classes(), drop, filtered)
 
     def learn(self, packing: Packing, contents: PackContents) -> None:
         if packing.learned is not None:
-            classes = packing.learned.classes
-        else:
-            classes = tuple(sorted({name for source in packing.data.train for name in source.classes()}))
+            contents.classes = packing.learned.classes
+            return
+        classes = tuple(sorted({name for source in packing.data.train for name in source.classes()}))
         if len(classes) < 2:
             only = ", ".join(classes)
             raise FieldMistake("data.train", f"has only one class ({only}); a classifier needs at least two")
         contents.classes = classes
 
-    def columns(self, images: Sequence[RawImage], vocabulary: str | None) -> Columns:  # noqa: ARG002
+    def columns(self, images: Sequence[RawImage], vocabulary: str | None) -> Columns:
         return Columns(_names(images), {"label": np.array([image.label for image in images], "<i4")})
 
-    def words(
-        self,
-        shard: Columns,
-        row: int,
-        classes: Sequence[str],
-        vocabularies: Sequence[Vocabulary],  # noqa: ARG002
-    ) -> Sequence[str]:
+    def shown(
+        self, shard: Columns, row: int, classes: Sequence[str], vocabularies: Sequence[Vocabulary]
+    ) -> ShownSample:
         label = int(shard.plain["label"][row])
-        return [printable(classes[label]) if label in range(len(classes)) else f"unknown class {label}"]
+        name = printable(classes[label]) if label in range(len(classes)) else f"unknown class {label}"
+        return self.picture(shard, row, [name])
 
 
 class CaptionPacks(ImagePacks):
@@ -156,13 +143,7 @@ class CaptionPacks(ImagePacks):
     def settings(self, data: DataSettings) -> dict[str, Any]:
         return {**super().settings(data), "vocabulary": data.vocabulary}
 
-    def samples(
-        self,
-        source: Source,
-        drop: Drop,
-        filtered: Drop,
-        classes: Sequence[str] | None = None,  # noqa: ARG002
-    ) -> Iterator[RawImage]:
+    def samples(self, source: Source, drop: Drop, filtered: Drop, classes: Sequence[str] = ()) -> Iterator[RawImage]:
         """Yield images with the captions that are not too long for a vocabulary."""
         for image in source.captioned(drop, filtered):
             captions = tuple(caption for caption in image.captions if not is_too_long(caption))
@@ -178,15 +159,12 @@ class CaptionPacks(ImagePacks):
             assert packing.learned.vocabulary is not None
             vocabulary = packing.learned.vocabulary
         else:
-            vocabulary = Vocabulary.fit(self._training_captions(packing), packing.data.vocabulary).to_json()
+            reads = (self.samples(source, DropCounter(), DropCounter()) for source in packing.data.train)
+            images = (_side(islice(read, packing.first), "train", packing.data.held_out) for read in reads)
+            captions = (caption for image in chain.from_iterable(images) for caption in image.captions)
+            vocabulary = Vocabulary.fit(captions, packing.data.vocabulary).to_json()
         contents.vocabulary = put_file(packing.store, packing.name, "vocabulary.json", vocabulary.encode())
         return vocabulary
-
-    def _training_captions(self, packing: Packing) -> Iterator[str]:
-        for source in packing.data.train:
-            images = islice(self.samples(source, DropCounter(), DropCounter()), packing.first)
-            for image in _side(images, "train", packing.data.held_out):
-                yield from image.captions
 
     def columns(self, images: Sequence[RawImage], vocabulary: str | None) -> Columns:
         assert vocabulary is not None
@@ -209,15 +187,12 @@ class CaptionPacks(ImagePacks):
             "captions, per image": lambda shard: shard.ragged["caption_lengths"].lengths,
         }
 
-    def words(
-        self,
-        shard: Columns,
-        row: int,
-        classes: Sequence[str],  # noqa: ARG002
-        vocabularies: Sequence[Vocabulary],
-    ) -> Sequence[str]:
+    def shown(
+        self, shard: Columns, row: int, classes: Sequence[str], vocabularies: Sequence[Vocabulary]
+    ) -> ShownSample:
         ends = np.cumsum(shard.ragged["caption_lengths"][row], dtype=np.int64)[:-1]
-        return vocabularies[0].decode([tokens.tolist() for tokens in np.split(shard.ragged["captions"][row], ends)])
+        captions = [tokens.tolist() for tokens in np.split(shard.ragged["captions"][row], ends)]
+        return self.picture(shard, row, vocabularies[0].decode(captions))
 
 
 def _names(images: Sequence[RawImage]) -> dict[str, Ragged]:
@@ -284,7 +259,9 @@ def make_shard(task: ImageTask) -> FinishedShard:
             tiled.append(copies)
             fingerprints.append(int.from_bytes(hashlib.blake2b(data, digest_size=8).digest(), "big"))
     common = task.kind.columns(usable, task.vocabulary)
-    original, *smaller = (_columns(common, [copies[which] for copies in tiled]) for which in range(1 + len(task.sizes)))
+    original, *smaller = (
+        _columns(common, [copies[size_index] for copies in tiled]) for size_index in range(1 + len(task.sizes))
+    )
     return task.target.put(store, original, dropped, fingerprints, dict(zip(task.sizes, smaller, strict=True)))
 
 
@@ -310,16 +287,10 @@ def shards_of(images: Iterable[RawImage]) -> Iterator[tuple[RawImage, ...]]:
     size = 0
     for image in images:
         shard.append(image)
-        size += _bytes_of(image)
+        with suppress(OSError):  # the task that reads the file reports the error
+            size += image.where.size
         if size >= SHARD_BYTES or len(shard) >= _MAX_SAMPLES:
             yield tuple(shard)
             shard, size = [], 0
     if shard:
         yield tuple(shard)
-
-
-def _bytes_of(image: RawImage) -> int:
-    try:
-        return image.where.size
-    except OSError:
-        return 0  # the task that reads the file reports the error

@@ -4,6 +4,8 @@ Adding a kind is one file with a `PackKind` and one line here. A recipe and a ra
 manifests store, too.
 """
 
+# ruff: noqa: ARG002 - methods have the arguments of the interface, used or not
+
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
@@ -70,9 +72,7 @@ class PackKind(ABC):
         """Return the settings, beside the sources, that the bytes of a pack depend on."""
 
     @abstractmethod
-    def samples(
-        self, source: Source, drop: Drop, filtered: Drop, classes: Sequence[str] | None = None
-    ) -> Iterator[Any]:
+    def samples(self, source: Source, drop: Drop, filtered: Drop, classes: Sequence[str] = ()) -> Iterator[Any]:
         """Read the samples of a source. `classes` are those of the training data; by default those of the source."""
 
     @abstractmethod
@@ -83,11 +83,11 @@ class PackKind(ABC):
     def pack(self, packing: Packing) -> PackContents:
         """Put the shards of all splits into the store, and what is learned from the training data."""
 
-    def warnings(self, splits: Mapping[str, Split]) -> Iterator[str]:  # noqa: ARG002
+    def warnings(self, splits: Mapping[str, Split]) -> Iterator[str]:
         """Yield what a person should check in the raw data, judging by what was left out."""
         yield from ()
 
-    def mean_cost(self, train: Split) -> float:  # noqa: ARG002
+    def mean_cost(self, train: Split) -> float:
         """Return what a training sample adds to a batch on average, as far as a manifest tells."""
         return 1.0
 

@@ -139,21 +139,21 @@ def find_manifest(store: Store, pack: str) -> Manifest | None:
     data = store.find(pack_key(pack, "manifest.json"), _MAX_BYTES)
     if data is None:
         return None
-    what = f"the manifest of pack {pack} in {store.url}"
+    place = f"the manifest of pack {pack} in {store.url}"
     try:
         # Before the rest: a manifest of another format is not damaged, it has other fields.
-        version = decode(FormatVersion, data, what).format
+        version = decode(FormatVersion, data, place).format
         if version != FORMAT:
             raise PacktrainError(
                 f"pack {pack} in {store.url} has format {version}, but this version reads format {FORMAT};"
                 " pack the data again"
             )
-        manifest = decode(Manifest, data, what)
+        manifest = decode(Manifest, data, place)
         if not _is_sound(manifest, pack):
-            raise DamagedRecord(what)
+            raise DamagedRecord(place)
         return manifest
     except DamagedRecord as error:
-        raise DamagedRecord(f"{what} is damaged; delete it and pack again") from error
+        raise DamagedRecord(f"{place} is damaged; delete it and pack again") from error
 
 
 def _is_sound(manifest: Manifest, pack: str) -> bool:

@@ -3,6 +3,8 @@
 The tokenizer uses all cores by itself, so packing pairs does not use workers.
 """
 
+# ruff: noqa: ARG002 - methods have the arguments of the interface, used or not
+
 from __future__ import annotations
 
 import hashlib
@@ -61,13 +63,7 @@ class PairPacks(PackKind):
         limits = {"max_words": data.max_words, "max_ratio": data.max_ratio}
         return {**limits, "joint": data.joint, "vocabulary": data.vocabulary}
 
-    def samples(
-        self,
-        source: Source,
-        drop: Drop,
-        filtered: Drop,  # noqa: ARG002
-        classes: Sequence[str] | None = None,  # noqa: ARG002
-    ) -> Iterator[TextPair]:
+    def samples(self, source: Source, drop: Drop, filtered: Drop, classes: Sequence[str] = ()) -> Iterator[TextPair]:
         return source.pairs(drop)
 
     def raw_bytes(self, sample: TextPair) -> int:
@@ -124,11 +120,7 @@ class PairPacks(PackKind):
         }
 
     def shown(
-        self,
-        shard: Columns,
-        row: int,
-        classes: Sequence[str],  # noqa: ARG002
-        vocabularies: Sequence[Vocabulary],
+        self, shard: Columns, row: int, classes: Sequence[str], vocabularies: Sequence[Vocabulary]
     ) -> ShownSample:
         sides = zip(self.heads, (vocabularies[0], vocabularies[-1]), strict=True)
         return ShownSample([vocabulary.decode([shard.ragged[side][row].tolist()])[0] for side, vocabulary in sides])
@@ -141,14 +133,14 @@ def packed_pair_bytes(length: float) -> float:
 
 def _learn(packing: Packing, contents: PackContents) -> tuple[Vocabulary, Vocabulary]:
     """Note the fingerprint of every training pair, and learn the vocabularies from a share of the pairs."""
-    seen = contents.fingerprints["train"]
+    fingerprints = contents.fingerprints["train"]
     characters = 0
     # First pass: lengths, and the fingerprints that find duplicates. The last pass counts drops, and encodes.
     with packing.progress.track("reading train", None) as advance:
-        for _, _, _, pair in _kept(packing, DropCounter(), DropCounter()):
-            seen.append(fingerprint(pair))
+        for _, _, _, pair in _usable_pairs(packing, DropCounter(), DropCounter()):
+            fingerprints.append(fingerprint(pair))
             characters += len(pair.source) + len(pair.target)
-            if len(seen) % _ADVANCE_EVERY == 0:
+            if len(fingerprints) % _ADVANCE_EVERY == 0:
                 advance(_ADVANCE_EVERY)
     with packing.progress.track("learning the vocabulary", None) as advance:
         return _fit(packing, min(1.0, FIT_CHARACTERS / max(1, characters)), advance)
@@ -158,7 +150,7 @@ def _fit(packing: Packing, share: float, advance: Advance) -> tuple[Vocabulary, 
     """Learn the vocabularies from a share of the training pairs, evenly spaced."""
 
     def sample() -> Iterator[TextPair]:
-        for number, (_, _, _, pair) in enumerate(_kept(packing, DropCounter(), DropCounter()), 1):
+        for number, (_, _, _, pair) in enumerate(_usable_pairs(packing, DropCounter(), DropCounter()), 1):
             if number % _ADVANCE_EVERY == 0:
                 advance(_ADVANCE_EVERY)
             if int(number * share) > int((number - 1) * share):
@@ -200,8 +192,8 @@ def _bytes_of(line: str) -> int:
 
 def _trained(packing: Packing, contents: PackContents, again: NDArray[np.bool_]) -> Chosen:
     build, raw = contents.splits["train"], _RawCounter()
-    kept = _kept(packing, build.dropped, build.filtered, count=raw)
-    for repeats, (index, name, line, pair) in zip(again, kept, strict=True):
+    pairs = _usable_pairs(packing, build.dropped, build.filtered, count=raw)
+    for repeats, (index, name, line, pair) in zip(again, pairs, strict=True):
         if repeats:
             build.filtered(DUPLICATE, name)
         else:
@@ -225,15 +217,16 @@ def _evaluated(packing: Packing, contents: PackContents, split: str, sources: So
 
 def _held_out(packing: Packing, contents: PackContents) -> Chosen:
     """Yield each pair of the training data that is held out, once."""
-    seen = set[int]()
-    for index, _, line, pair in _kept(packing, DropCounter(), DropCounter(), held_out=True):  # the others count them
-        if (number := fingerprint(pair)) not in seen:
-            seen.add(number)
+    fingerprints = set[int]()
+    pairs = _usable_pairs(packing, DropCounter(), DropCounter(), held_out=True)  # the training data counts the others
+    for index, _, line, pair in pairs:
+        if (number := fingerprint(pair)) not in fingerprints:
+            fingerprints.add(number)
             contents.fingerprints["valid"].append(number)
             yield index, line, pair
 
 
-def _kept(
+def _usable_pairs(
     packing: Packing,
     dropped: Drop,
     filtered: Drop,
@@ -273,7 +266,7 @@ def _make_shards(
     vocabularies: tuple[Vocabulary, Vocabulary],
     advance: Advance,
 ) -> None:
-    for number, (index, lines, pairs) in enumerate(_parts(chosen)):
+    for number, (index, lines, pairs) in enumerate(_by_shard(chosen)):
         target = ShardTarget(packing.name, split, number, index)
         finished = target.find(packing.store)
         if finished is None:
@@ -285,7 +278,7 @@ def _make_shards(
         advance(len(pairs))
 
 
-def _parts(chosen: Chosen) -> Iterator[tuple[int, list[int], list[TextPair]]]:
+def _by_shard(chosen: Chosen) -> Iterator[tuple[int, list[int], list[TextPair]]]:
     """Group consecutive pairs of one source into shards, with their lines."""
     pairs: list[TextPair] = []
     lines: list[int] = []
@@ -324,8 +317,8 @@ def repeated(fingerprints: array[int]) -> NDArray[np.bool_]:
     """Return, for each fingerprint, True if an earlier one is equal."""
     values = np.frombuffer(fingerprints, np.uint64)
     again = np.zeros(len(values), np.bool_)
-    for part in range(_SORTED_PARTS):  # sorting all at once would need several times their memory
-        places = np.flatnonzero(values % _SORTED_PARTS == part)
+    for remainder in range(_SORTED_PARTS):  # sorting all at once would need several times their memory
+        places = np.flatnonzero(values % _SORTED_PARTS == remainder)
         order = places[np.argsort(values[places], kind="stable")]
         again[order[1:][values[order[1:]] == values[order[:-1]]]] = True
     return again

@@ -103,16 +103,16 @@ def to_copies(data: bytes, short_sides: Sequence[int | None]) -> list[Tiled]:
             coding = _coding(image)
             lacks_end = isinstance(image, JpegImageFile) and _lacks_end(data)
             data += _END if lacks_end else b""
-            whole = _in_whole_blocks(data, image, coding)
+            stored = _in_whole_blocks(data, image, coding)
             is_reduced = [side is not None and side < min(image.size) for side in short_sides]
-            pixels = whole if whole and not any(is_reduced) else _decoded_jpeg(data, image, lacks_end) or _flat(image)
+            pixels = stored if stored and not any(is_reduced) else _decoded_jpeg(data, image, lacks_end) or _flat(image)
             turn = _UPRIGHT.get(_orientation(image))
         except UnusableImage:
             raise
         except Exception as error:  # Pillow's decoders raise anything on hostile bytes
             raise UnusableImage(_fault(error)) from error
     return [
-        encode(whole, coding, image.size) if whole and not reduce else _tiled(pixels, coding, turn, short_side)
+        encode(stored, coding, image.size) if stored and not reduce else _tiled(pixels, coding, turn, short_side)
         for short_side, reduce in zip(short_sides, is_reduced, strict=True)
     ]
 
@@ -250,10 +250,10 @@ def _in_whole_blocks(data: bytes, image: Image.Image, coding: Coding) -> Image.I
     if max(width, height) > MAX_SIDE:
         return None
     try:
-        whole = with_size(data, width, height)
+        completed = with_size(data, width, height)
         if image.mode == "L" or coding.is_rgb:
-            return _pixels(whole, image.mode)
-        colors = simplejpeg.decode_jpeg(called_rgb(whole), fastupsample=True)  # repeats colors
+            return _pixels(completed, image.mode)
+        colors = simplejpeg.decode_jpeg(called_rgb(completed), fastupsample=True)  # repeats colors
         return Image.frombuffer("YCbCr", (width, height), colors, "raw", "YCbCr", 0, 1)
     except (BadTiles, ValueError):  # `_decoded_jpeg` says why
         return None

@@ -101,8 +101,8 @@ def sorted_classes(classes: Iterable[str], where: str) -> tuple[str, ...]:
     """Return the classes sorted by name, which is how they are numbered."""
     names = tuple(sorted(set(map(composed, classes))))
     if len(names) < 2:
-        found = f"only the class {quoted(names[0])}" if names else "no classes"
-        raise Mistake(f"{where}: {found}; a classifier needs at least two")
+        listed = f"only the class {quoted(names[0])}" if names else "no classes"
+        raise Mistake(f"{where}: {listed}; a classifier needs at least two")
     return names
 
 
@@ -144,8 +144,8 @@ def file_inside(folder: str, name: str, place: str, links: bool = False) -> str 
     # Part by part, because any directory on the way may be a link that leads outside.
     path = folder
     try:
-        for part in name.split("/"):
-            path = _entry(path, part)
+        for name_part in name.split("/"):
+            path = _entry(path, name_part)
             if not links and Path(path).is_symlink():
                 check_link(folder, path, place)
         return path if Path(path).is_file() else None
@@ -195,16 +195,16 @@ def encoding_of(path: Path) -> Encoding:
     Hardly any line with an accent in windows-1252 is valid UTF-8. If most are, the file is UTF-8 with damaged bytes:
     reading it reports them with their place, instead of turning every accent into two wrong characters.
     """
-    whole = broken = 0
+    valid_lines = invalid_lines = 0
     for offset, raw in _raw_lines(path):
         if offset == 0 and raw.startswith(_BYTE_ORDER_MARK):
             return "utf-8"
         if not raw.isascii():
             if _is_utf8(raw):
-                whole += 1
+                valid_lines += 1
             else:
-                broken += 1
-    return "windows-1252" if broken > whole else "utf-8"
+                invalid_lines += 1
+    return "windows-1252" if invalid_lines > valid_lines else "utf-8"
 
 
 def read_json(path: Path) -> object:

@@ -58,10 +58,10 @@ class Ragged:
         return cls(values, _offsets([len(row) for row in rows]))
 
     @classmethod
-    def joined(cls, parts: Sequence[Ragged]) -> Ragged:
+    def joined(cls, columns: Sequence[Ragged]) -> Ragged:
         """Return the rows of all parts, in order."""
-        lengths = np.concatenate([part.lengths for part in parts])
-        return cls(np.concatenate([part.values for part in parts]), _offsets(lengths))
+        lengths = np.concatenate([column.lengths for column in columns])
+        return cls(np.concatenate([column.values for column in columns]), _offsets(lengths))
 
     def __len__(self) -> int:
         return len(self.offsets) - 1

@@ -123,9 +123,9 @@ def with_size(jpeg: bytes, width: int, height: int) -> bytes:
 
 def called_rgb(jpeg: bytes) -> bytes:
     """Return the JPEG with a header that calls its colors RGB: a decoder leaves them as they are stored."""
-    parts = list(_header(jpeg))
-    kept = [jpeg[at:end] for kind, at, end in parts if kind not in _METADATA]
-    return b"".join([jpeg[:2], _COLORS_ARE_RGB, *kept, jpeg[parts[-1][2] :]])
+    header = list(_header(jpeg))
+    without_metadata = [jpeg[at:end] for kind, at, end in header if kind not in _METADATA]
+    return b"".join([jpeg[:2], _COLORS_ARE_RGB, *without_metadata, jpeg[header[-1][2] :]])
 
 
 def _size_bytes(width: int, height: int) -> bytes:
@@ -160,10 +160,10 @@ def scan_end(jpeg: bytes) -> int:
 
 def has_all_scans(jpeg: bytes) -> bool:
     """True unless coefficients are missing, or their last bits: a decoder shows such a JPEG, but less sharp."""
-    parts = list(_header(jpeg))
-    components = next((jpeg[at + 9] for kind, at, _ in parts if kind in _STARTS_OF_FRAME), 0)
+    header = list(_header(jpeg))
+    components = next((jpeg[at + 9] for kind, at, _ in header if kind in _STARTS_OF_FRAME), 0)
     complete: set[tuple[int, int]] = set()
-    at = parts[-1][1]
+    at = header[-1][1]
     while at >= 0:
         end = at + 2 + int.from_bytes(jpeg[at + 2 : at + 4], "big")
         scan = jpeg[at + 4 : end]  # number of components, each with its tables, first and last coefficient, bits

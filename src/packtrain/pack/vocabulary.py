@@ -130,7 +130,7 @@ class Vocabulary:
             return False
         # Bytes of one character have the same offset: two tokens in a row at one place spell a character.
         starts = [start for start, _ in self._tokenizer.encode(text).offsets]
-        spelled = {one for one, next_one in pairwise(starts) if one == next_one and not text[one].isspace()}
+        spelled = {start for start, next_start in pairwise(starts) if start == next_start and not text[start].isspace()}
         return len(spelled) > sum(not character.isspace() for character in text) / 2
 
     def decode(self, rows: Sequence[Sequence[int]]) -> list[str]:
@@ -161,13 +161,13 @@ def _tokens_and_merges(document: Any) -> tuple[dict[str, int], list[tuple[str, s
         raise ValueError(f"its {len(tokens):,} tokens are not numbered from 0")
     if any(tokens.get(token) != number for number, token in enumerate(first)):
         raise ValueError("it does not start with the special tokens and all bytes")
-    if not isinstance(merges, list) or not all(_is_merge(one, tokens) for one in merges):
+    if not isinstance(merges, list) or not all(_is_merge(merge, tokens) for merge in merges):
         raise ValueError("its merges do not fit its tokens")
-    return tokens, [(left, right) for left, right in merges]
+    return tokens, [(first_token, second_token) for first_token, second_token in merges]
 
 
 def _is_merge(merge: object, tokens: dict[str, int]) -> bool:
-    if not isinstance(merge, list) or len(merge) != 2 or not all(isinstance(part, str) for part in merge):
+    if not isinstance(merge, list) or len(merge) != 2 or not all(isinstance(token, str) for token in merge):
         return False
     return all(token in tokens for token in (*merge, "".join(merge)))
 

@@ -28,7 +28,7 @@ from pathlib import Path
 from typing import Any, TypeVar
 from urllib.error import URLError
 from urllib.parse import quote, unquote, urljoin, urlsplit
-from urllib.request import HTTPHandler, HTTPSHandler, OpenerDirector, ProxyHandler, Request
+from urllib.request import AbstractHTTPHandler, OpenerDirector, ProxyHandler, Request
 
 from packtrain.backoff import Backoff
 from packtrain.errors import Mistake, printable
@@ -99,13 +99,13 @@ class RemoteVersion:
         """A time for the copy that is the same on every machine: packs of large files and images depend on it."""
         return int.from_bytes(hashlib.sha256(str(self).encode(errors="replace")).digest()[:7], "big")
 
-    def differs(self, other: RemoteVersion) -> bool:
-        if None not in (self.size, other.size) and self.size != other.size:
+    def differs(self, current: RemoteVersion) -> bool:
+        if None not in (self.size, current.size) and self.size != current.size:
             return True
         # Tags first: dates differ between mirrors. A proxy may turn a strong tag into a weak one.
-        if self.etag and other.etag:
-            return self.etag.removeprefix("W/") != other.etag.removeprefix("W/")
-        return bool(self.modified and other.modified) and self.modified != other.modified
+        if self.etag and current.etag:
+            return self.etag.removeprefix("W/") != current.etag.removeprefix("W/")
+        return bool(self.modified and current.modified) and self.modified != current.modified
 
     def __str__(self) -> str:
         return f"{self.etag.removeprefix('W/') or self.modified} {self.size}"
@@ -150,38 +150,38 @@ class Download:
         return self.client.retry(self.url, self._once, self._size_here, self.say)
 
     def _once(self) -> RemoteVersion | None:
-        here = self._size_here()
-        if here and here == self.version.size:
+        fetched = self._size_here()
+        if fetched and fetched == self.version.size:
             return None
         headers: dict[str, str] = {}
-        if here and self.version.condition:
-            headers = {"Range": f"bytes={here}-", "If-Range": self.version.condition}
+        if fetched and self.version.condition:
+            headers = {"Range": f"bytes={fetched}-", "If-Range": self.version.condition}
         with self.client.request("GET", self.url, headers) as answer:
             _check_status(answer, self.url, allowed=(200, 206, 416) if headers else (200,))
             _check_encoding(answer, self.url)
-            now = RemoteVersion.of(answer.headers)
-            if self.version.differs(now):
-                return now
-            if answer.status == 416 or (answer.status == 206 and _range_of(answer.headers)[0] != here):
+            current = RemoteVersion.of(answer.headers)
+            if self.version.differs(current):
+                return current
+            if answer.status == 416 or (answer.status == 206 and _range_of(answer.headers)[0] != fetched):
                 self._clear()
                 raise _Temporary("the server sent the wrong part of the file")
             if answer.status == 200:
                 self._clear()
             self._receive(answer)
-        size = now.size if self.version.size is None else self.version.size
+        size = current.size if self.version.size is None else self.version.size
         if size is not None and self._size_here() < size:
             raise _Temporary("connection lost")
         return None
 
     def _receive(self, answer: HTTPResponse) -> None:
-        here, told = self._size_here(), time.monotonic()
+        size, told_at = self._size_here(), time.monotonic()
         while chunk := answer.read(_CHUNK_BYTES):
-            here += len(chunk)
-            check_size(shown(self.url), here, self.max_bytes)
+            size += len(chunk)
+            check_size(shown(self.url), size, self.max_bytes)
             self.append(chunk)
-            if time.monotonic() - told > PROGRESS_SECONDS:
-                told = time.monotonic()
-                self.say(f"downloading {shown(self.url)}: {show_bytes(here)}{self._of_size(' of ')}")
+            if time.monotonic() - told_at > PROGRESS_SECONDS:
+                told_at = time.monotonic()
+                self.say(f"downloading {shown(self.url)}: {show_bytes(size)}{self._of_size(' of ')}")
 
     def _of_size(self, before: str, after: str = "") -> str:
         return "" if self.version.size is None else f"{before}{show_bytes(self.version.size)}{after}"
@@ -207,9 +207,8 @@ class Client:
     def __init__(self, policy: FetchPolicy) -> None:
         self._policy = policy
         self._opener = OpenerDirector()  # build_opener would add handlers for file://, ftp:// and data:
-        guard = _Guard()
-        for handler in (ProxyHandler(), _GuardedHTTP(guard), _GuardedHTTPS(guard)):
-            self._opener.add_handler(handler)
+        self._opener.add_handler(ProxyHandler())
+        self._opener.add_handler(_GuardedHandler())
 
     def request(self, method: str, url: str, headers: Mapping[str, str]) -> HTTPResponse:
         """Return the answer after all redirects, whatever its status."""
@@ -243,14 +242,14 @@ class Client:
                 return action()
             except (_Temporary, OSError, HTTPException) as error:
                 failure = error if isinstance(error, _Temporary) else _explained_failure(error, url)
-            here = progress()
-            if here >= furthest + _PROGRESS_BYTES:
-                failures, furthest = 0, here
+            reached = progress()
+            if reached >= furthest + _PROGRESS_BYTES:
+                failures, furthest = 0, reached
                 backoff.reset()
             failures += 1
             if failures >= self._policy.tries:
                 raise StoreError(f"{shown(url)}: {failure}; try again later", temporary=True)
-            say(f"downloading {shown(url)}: {failure}; trying again at {show_bytes(here)}")
+            say(f"downloading {shown(url)}: {failure}; trying again at {show_bytes(reached)}")
             time.sleep(min(failure.pause_seconds, _MAX_PAUSE_SECONDS))
             backoff.wait()
 
@@ -399,19 +398,34 @@ class _GuardedSecureConnection(HTTPSConnection, _GuardedConnection):
     pass
 
 
-def _guarded(kind: type[_GuardedConnection], guard: _Guard, request: Request) -> Callable[..., HTTPConnection]:
-    """Return the constructor of the connection for a request, after the proxy was chosen."""
-    place = urlsplit(request.full_url)
-    is_proxied = request.host != place.netloc
-    if is_proxied:  # names are up to the proxy, which may be the only one that can resolve them
-        guard.check(str(place.hostname), _literal(str(place.hostname)))
+class _GuardedHandler(AbstractHTTPHandler):
+    """Opens http:// and https:// URLs, all through connections with the same guard."""
 
-    def connection(host: str, **options: Any) -> HTTPConnection:
-        made = kind(host, **options)
-        made.guard = None if is_proxied else guard
-        return made
+    http_request = https_request = AbstractHTTPHandler.do_request_
 
-    return connection
+    def __init__(self) -> None:
+        super().__init__()
+        self._guard, self._certificates = _Guard(), ssl.create_default_context()
+
+    def http_open(self, req: Request) -> HTTPResponse:
+        return self.do_open(self._connector(_GuardedConnection, req), req)
+
+    def https_open(self, req: Request) -> HTTPResponse:
+        return self.do_open(self._connector(_GuardedSecureConnection, req), req, context=self._certificates)
+
+    def _connector(self, kind: type[_GuardedConnection], request: Request) -> Callable[..., HTTPConnection]:
+        """Return the constructor of the connection for a request, after the proxy was chosen."""
+        url = urlsplit(request.full_url)
+        is_proxied = request.host != url.netloc
+        if is_proxied:  # names are up to the proxy, which may be the only one that can resolve them
+            self._guard.check(str(url.hostname), _literal(str(url.hostname)))
+
+        def connect(host: str, **options: Any) -> HTTPConnection:
+            connection = kind(host, **options)
+            connection.guard = None if is_proxied else self._guard
+            return connection
+
+        return connect
 
 
 def _literal(host: str) -> IPv4Address | IPv6Address | None:
@@ -424,24 +438,6 @@ def _literal(host: str) -> IPv4Address | IPv6Address | None:
         with suppress(OSError):
             return IPv4Address(socket.inet_aton(host))  # 0x7f.1, 2130706433
     return None
-
-
-class _GuardedHTTP(HTTPHandler):
-    def __init__(self, guard: _Guard) -> None:
-        super().__init__()
-        self._guard = guard
-
-    def http_open(self, req: Request) -> HTTPResponse:
-        return self.do_open(_guarded(_GuardedConnection, self._guard, req), req)
-
-
-class _GuardedHTTPS(HTTPSHandler):
-    def __init__(self, guard: _Guard) -> None:
-        super().__init__()
-        self._guard, self._certificates = guard, ssl.create_default_context()
-
-    def https_open(self, req: Request) -> HTTPResponse:
-        return self.do_open(_guarded(_GuardedSecureConnection, self._guard, req), req, context=self._certificates)
 
 
 def checked_url(text: str) -> str:
@@ -492,8 +488,8 @@ class _Temporary(Exception):
 
 def _raise_temporary(answer: HTTPResponse) -> None:
     if answer.status in (408, 425, 429) or (answer.status >= 500 and answer.status not in (501, 505)):
-        asked = answer.headers.get("Retry-After", "")
-        seconds = float(asked) if re.fullmatch("[0-9]{1,6}", asked) else 0.0
+        pause = answer.headers.get("Retry-After", "")
+        seconds = float(pause) if re.fullmatch("[0-9]{1,6}", pause) else 0.0
         raise _Temporary(f"the server is overloaded or failing ({answer.status})", seconds)
 
 

@@ -34,8 +34,8 @@ def count_words(text: str) -> int:
 
 def count_letters(text: str) -> tuple[int, int, int]:
     """Return the number of Chinese letters, of Japanese syllables, and of letters of other scripts without spaces."""
-    han, kana, others = (len(script.findall(text)) for script in _SCRIPTS)
-    return han, kana, others
+    han, kana, southeast = (len(script.findall(text)) for script in _SCRIPTS)
+    return han, kana, southeast
 
 
 def split_words(text: str) -> list[str]:

@@ -50,8 +50,8 @@ class Processes(Workers):
                 with _safe_path():
                     pending.add(pool.submit(work, task))
                 if len(pending) > 2 * self._count:
-                    done, pending = wait(pending, return_when=FIRST_COMPLETED)
-                    yield from (future.result() for future in done)
+                    finished, pending = wait(pending, return_when=FIRST_COMPLETED)
+                    yield from (future.result() for future in finished)
             yield from (future.result() for future in pending)
         except BrokenProcessPool:
             raise PacktrainError(
