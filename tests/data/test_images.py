@@ -16,10 +16,11 @@ from numpy.typing import NDArray
 from data.handmade import NAME, Remote, put_file, rot
 from pack.pictures import difference, photo, quarters
 from packtrain.data.images import (
+    Crop,
     ImageBatches,
     center_box,
-    random_crop,
     random_crop_box,
+    random_crops,
     rectangular_plan,
     resize_into,
 )
@@ -105,6 +106,10 @@ def test_random_crops_have_the_requested_areas_and_ratios() -> None:
 )
 def test_the_center_is_cropped_when_no_try_fits(size: tuple[int, int], expected: Box) -> None:
     assert random_crop_box(*size, 0.9, words(5)) == expected
+
+
+def random_crop(width: int, height: int, min_scale: float, seed: int, epoch: int, sample: int) -> Crop:
+    return random_crops(np.array([sample]), min_scale, seed, epoch, None)(0, width, height)
 
 
 def test_a_crop_depends_only_on_seed_epoch_and_sample() -> None:
@@ -291,8 +296,10 @@ def test_an_image_that_does_not_decode_is_named(tmp_path: Path) -> None:
 def test_plans_need_no_torch() -> None:
     code = (
         "import sys; sys.modules['torch'] = None\n"
-        "from packtrain.data.images import random_crop, center_box\n"
-        "print(random_crop(500, 375, 0.08, 1, 2, 3).box.width > 0, center_box(500, 375, 224, 224).width)"
+        "import numpy as np\n"
+        "from packtrain.data.images import random_crops, center_box\n"
+        "crop = random_crops(np.array([3]), 0.08, 1, 2, None)(0, 500, 375)\n"
+        "print(crop.box.width > 0, center_box(500, 375, 224, 224).width)"
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert done.stdout == "True 329\n"

@@ -14,7 +14,7 @@ from pydantic import ValidationError
 from torch import nn
 
 from pack.pictures import photo, quarters, saved, with_size
-from packtrain.data.images import random_crop
+from packtrain.data.images import random_crops
 from packtrain.data.loader import Position, rank_batches
 from packtrain.data.order import Ids, share
 from packtrain.data.pack import Pack, SplitReader
@@ -112,7 +112,8 @@ def test_every_epoch_crops_an_image_differently(make: MakeClassify) -> None:
     first, again, other = (recipe.batch(np.arange(4), epoch)["pixels"] for epoch in (0, 0, 1))
     assert np.array_equal(first, again)
     assert not np.array_equal(first, other)
-    assert random_crop(90, 60, 0.08, 1, 0, 3) != random_crop(90, 60, 0.08, 1, 1, 3)
+    crops = [random_crops(np.array([3]), 0.08, 1, epoch, None)(0, 90, 60) for epoch in (0, 1)]
+    assert crops[0] != crops[1]
 
 
 def test_a_repeated_image_is_cropped_differently(make: MakeClassify) -> None:

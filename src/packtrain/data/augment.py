@@ -117,9 +117,9 @@ def symmetric_beta(shape: float, first: float, second: float) -> float:
 
     Bailey's formula for Student's t, of which it is a function: exact, for any shape, without rejection.
     """
-    rest, cosine = first ** (1 / shape), math.cos(2 * math.pi * second)
-    root = math.sqrt(rest + cosine * cosine * (1 - rest))
-    return 0.5 if root == 0 else (1 + cosine * math.sqrt(1 - rest) / root) / 2
+    power, cosine = first ** (1 / shape), math.cos(2 * math.pi * second)
+    root = math.sqrt(power + cosine * cosine * (1 - power))
+    return 0.5 if root == 0 else (1 + cosine * math.sqrt(1 - power) / root) / 2
 
 
 def mix_of(settings: AugmentSettings, size: int, seed: int, epoch: int, sample: int, turn: int = 0) -> Mix:
@@ -149,15 +149,15 @@ def mixes_of(
     return [*mixes[:-1], Mix()] if len(mixes) % PAIR else mixes
 
 
-def mix_into(pixels: Pixels, other: Pixels, mix: Mix) -> None:
+def mix_into(pixels: Pixels, partner: Pixels, mix: Mix) -> None:
     """Mix another image into `pixels`."""
     if mix.box is not None:
         place = _rows_and_columns(mix.box)
-        pixels[place] = other[place]
+        pixels[place] = partner[place]
     elif mix.weight < 1:
         weight = round(mix.weight * _LEVELS)
         blended = pixels * np.uint16(weight)
-        blended += other * np.uint16(_LEVELS - weight)
+        blended += partner * np.uint16(_LEVELS - weight)
         blended += _LEVELS // 2  # rounds: 255 x 256 + 128 still fits into 16 bits
         blended >>= 8
         pixels[:] = blended
@@ -165,8 +165,8 @@ def mix_into(pixels: Pixels, other: Pixels, mix: Mix) -> None:
 
 def swapped(values: NDArray[Any]) -> NDArray[Any]:
     """Return the value of the other one of each pair; the last one of an odd number has its own."""
-    other: NDArray[Any] = values[np.minimum(np.arange(len(values)) ^ 1, max(0, len(values) - 1))]
-    return other
+    partners: NDArray[Any] = values[np.minimum(np.arange(len(values)) ^ 1, max(0, len(values) - 1))]
+    return partners
 
 
 class AugmentedBatches(ImageBatches):
@@ -192,13 +192,13 @@ class AugmentedBatches(ImageBatches):
             if settings.erasing:
                 erase(pixels, settings.erasing, seed, epoch, sample, turn)
 
-        made = self._batch(ids, size, size, random_crops(ids, min_scale, seed, epoch, repeats), change)
+        batch = self._batch(ids, size, size, random_crops(ids, min_scale, seed, epoch, repeats), change)
         if settings.mixes:
             mixes = mixes_of(settings, size, seed, epoch, ids, repeats)
             pairs = range(0, len(ids) - 1, PAIR)
-            for _ in self._pool.map(lambda at: _mix_pair(made[at : at + PAIR], mixes[at : at + PAIR]), pairs):
+            for _ in self._pool.map(lambda at: _mix_pair(batch[at : at + PAIR], mixes[at : at + PAIR]), pairs):
                 pass
-        return made
+        return batch
 
 
 def _mix_pair(pair: Pixels, mixes: Sequence[Mix]) -> None:

@@ -61,29 +61,29 @@ class FileCache:
         self._fetching, self._uses = directory / "fetching", directory / "uses"
 
     def path_of(
-        self, store: Store, key: str, wanted: PackFile, *, is_suspect: bool = False, staged: bool = False
+        self, store: Store, key: str, file: PackFile, *, is_suspect: bool = False, staged: bool = False
     ) -> Path:
         """Return a local file with the wanted hash, downloading it if needed; `staged` copies it from a directory, too.
 
         A suspect file, one that could not be read as what it should be, is hashed again.
         """
         # The hash becomes a file name, and it comes from the store.
-        if not _SHA256.fullmatch(wanted.sha256):
-            raise PacktrainError(f"{key} in {store.url}: {wanted.sha256!r} is not a SHA-256; pack the data again")
+        if not _SHA256.fullmatch(file.sha256):
+            raise PacktrainError(f"{key} in {store.url}: {file.sha256!r} is not a SHA-256; pack the data again")
         with explained(self._directory):
             self._make_folders()
-            with FileLock(self._lock_of(wanted.sha256)) as lock:
+            with FileLock(self._lock_of(file.sha256)) as lock:
                 os.utime(lock.fileno())  # the time of last use, which decides what is removed first
                 if is_suspect:
                     os.ftruncate(lock.fileno(), 0)
                 if store.is_directory and not staged:
-                    return _checked_in_place(store, key, wanted, lock)
-                entry = self._directory / wanted.sha256
-                if not _has_hash(entry, wanted, lock):
+                    return _checked_in_place(store, key, file, lock)
+                entry = self._directory / file.sha256
+                if not _has_hash(entry, file, lock):
                     if entry.exists():
                         say(f"{entry} is damaged; downloading {key} again")
                         entry.unlink()
-                    self._fetch(store, key, wanted)
+                    self._fetch(store, key, file)
                     _remember(entry, lock)
                 return entry
 
@@ -104,10 +104,10 @@ class FileCache:
         if not self._uses.is_dir():
             return []
         with explained(self._directory), FileLock(self._directory / "lock"):
-            held, now = self._held(), time.time()
+            held, now_seconds = self._held(), time.time()
             entries = [path for path in self._directory.iterdir() if _is_entry(path) and path.name not in held]
-            ages = [(path.name, path.stat().st_size, now - self._last_use(path.name)) for path in entries]
-            return sorted(one for one in ages if one[2] >= older_seconds)
+            ages = [(path.name, path.stat().st_size, now_seconds - self._last_use(path.name)) for path in entries]
+            return sorted(entry for entry in ages if entry[2] >= older_seconds)
 
     def remove_unused(self, sha256: str, older_seconds: float) -> bool:
         """Remove a file if it is still unused; True if it is gone."""
@@ -136,38 +136,38 @@ class FileCache:
     def _lock_of(self, sha256: str) -> Path:
         return self._directory / f"{sha256}.lock"
 
-    def _fetch(self, store: Store, key: str, wanted: PackFile) -> None:
-        found = store.entry(key)
-        if found is None:
+    def _fetch(self, store: Store, key: str, file: PackFile) -> None:
+        entry = store.entry(key)
+        if entry is None:
             raise store.not_found(key)
         # Before room is made: a manifest may claim any size, and nothing is removed for a file that is not there.
-        if found.size != wanted.bytes:
-            raise _damaged(store, key, f"has {show_bytes(found.size)} instead of {show_bytes(wanted.bytes)}")
-        folder = self._reserve(wanted)  # before the download, so that the disk does not fill up
+        if entry.size != file.bytes:
+            raise _damaged(store, key, f"has {show_bytes(entry.size)} instead of {show_bytes(file.bytes)}")
+        folder = self._reserve(file)  # before the download, so that the disk does not fill up
         try:
             for _ in range(_TRIES):
                 arrived = folder / "file"
                 with suppress(DamagedObject):
-                    store.get_file(key, arrived, limit=wanted.bytes)
-                if arrived.exists() and arrived.stat().st_size == wanted.bytes and sha256_of(arrived) == wanted.sha256:
-                    arrived.replace(self._directory / wanted.sha256)
+                    store.get_file(key, arrived, limit=file.bytes)
+                if arrived.exists() and arrived.stat().st_size == file.bytes and sha256_of(arrived) == file.sha256:
+                    arrived.replace(self._directory / file.sha256)
                     return
         finally:
             shutil.rmtree(folder, ignore_errors=True)
         raise _damaged(store, key, f"wrong hash, in {_TRIES} downloads")
 
-    def _reserve(self, wanted: PackFile) -> Path:
+    def _reserve(self, file: PackFile) -> Path:
         """Make room for a download, and its folder, which takes the room from now on."""
-        folder = self._fetching / f"{wanted.sha256}-{wanted.bytes}"
+        folder = self._fetching / f"{file.sha256}-{file.bytes}"
         while True:
             with FileLock(self._directory / "lock"):
-                self._remove_leftovers(wanted.sha256)
-                if self._make_room(wanted):
+                self._remove_leftovers(file.sha256)
+                if self._make_room(file):
                     folder.mkdir()
                     return folder
             time.sleep(_POLL_SECONDS)
 
-    def _make_room(self, wanted: PackFile) -> bool:
+    def _make_room(self, file: PackFile) -> bool:
         """Remove files until the wanted one fits.
 
         False if other downloads take the room and nobody has declared a need for the file: when one of them is
@@ -176,20 +176,20 @@ class FileCache:
         entries = {path.name: path.stat().st_size for path in self._directory.iterdir() if _is_entry(path)}
         cached = sum(entries.values())
         limit = self._limit(cached)
-        if wanted.bytes > limit:
+        if file.bytes > limit:
             raise PacktrainError(
-                f"{self._directory}: {wanted.name} has {show_bytes(wanted.bytes)}, and the cache may take"
+                f"{self._directory}: {file.name} has {show_bytes(file.bytes)}, and the cache may take"
                 f" {show_bytes(limit)}; {_ADVICE}"
             )
         downloads = [int(match[1]) for path in self._fetching.iterdir() if (match := _DOWNLOAD.search(path.name))]
-        surplus = cached + sum(downloads) + wanted.bytes - limit
+        surplus = cached + sum(downloads) + file.bytes - limit
         if surplus <= 0:
             return True
-        kept = self._held()  # under the cache's lock, so that no process can declare a need meanwhile
-        for sha256 in sorted(entries.keys() - kept, key=self._last_use):
+        held = self._held()  # under the cache's lock, so that no process can declare a need meanwhile
+        for sha256 in sorted(entries.keys() - held, key=self._last_use):
             if surplus > 0 and self._remove(sha256):
                 surplus -= entries[sha256]
-        return surplus <= 0 or not downloads or wanted.sha256 in kept
+        return surplus <= 0 or not downloads or file.sha256 in held
 
     def _limit(self, cached_bytes: int) -> int:
         free_bytes = shutil.disk_usage(self._directory).free
@@ -223,14 +223,14 @@ class FileCache:
         except BlockingIOError:
             return False
 
-    def _remove_leftovers(self, own: str) -> None:
+    def _remove_leftovers(self, locked_sha256: str) -> None:
         """Remove downloads that killed processes left.
 
         The caller holds the lock of the file `own`.
         """
         for folder in self._fetching.iterdir():
             sha256 = folder.name.partition("-")[0]
-            if sha256 == own:
+            if sha256 == locked_sha256:
                 shutil.rmtree(folder, ignore_errors=True)
                 continue
             with suppress(BlockingIOError), FileLock(self._lock_of(sha256), wait=False):
@@ -249,11 +249,11 @@ class FileCache:
 
 
 def _limit_of_environment() -> int | None:
-    given = os.environ.get(SIZE_VARIABLE)
-    if not given:
+    text = os.environ.get(SIZE_VARIABLE)
+    if not text:
         return None
     try:
-        return parse_bytes(given)
+        return parse_bytes(text)
     except ValueError as error:
         raise Mistake(f"{SIZE_VARIABLE}: {error}") from None
 
@@ -262,11 +262,11 @@ def _is_entry(path: Path) -> bool:
     return _SHA256.fullmatch(path.name) is not None
 
 
-def _checked_in_place(store: Store, key: str, wanted: PackFile, lock: FileLock) -> Path:
+def _checked_in_place(store: Store, key: str, file: PackFile, lock: FileLock) -> Path:
     if store.entry(key) is None:
         raise store.not_found(key)
     path = Path(store.url) / key
-    if not _has_hash(path, wanted, lock):
+    if not _has_hash(path, file, lock):
         # Again: the store may have been unmounted just now, and then this raises an error that says so.
         if store.entry(key) is None:
             raise store.not_found(key)
@@ -274,14 +274,14 @@ def _checked_in_place(store: Store, key: str, wanted: PackFile, lock: FileLock) 
     return path
 
 
-def _has_hash(path: Path, wanted: PackFile, lock: FileLock) -> bool:
+def _has_hash(path: Path, file: PackFile, lock: FileLock) -> bool:
     """True if the file has the wanted hash; it is read only if it is new or has changed."""
     try:
-        if path.stat().st_size != wanted.bytes:
+        if path.stat().st_size != file.bytes:
             return False
         if any(line.startswith(f"{_fingerprint(path)} ") for line in _remembered(lock)):
             return True
-        if sha256_of(path) != wanted.sha256:
+        if sha256_of(path) != file.sha256:
             return False
     except FileNotFoundError:
         return False
@@ -326,8 +326,8 @@ class Prefetch:
         self._used: set[int] = set()
         self._waiting: set[int] = set()
         self._closed = False
-        wanted = min(threads, ahead, len(order))
-        self._threads = [threading.Thread(target=self._work, name="prefetch", daemon=True) for _ in range(wanted)]
+        count = min(threads, ahead, len(order))
+        self._threads = [threading.Thread(target=self._work, name="prefetch", daemon=True) for _ in range(count)]
         for thread in self._threads:
             thread.start()
 
@@ -344,7 +344,7 @@ class Prefetch:
     def _next(self) -> int | None:
         """Return the next shard that was not used yet; None at the end."""
         with self._lock:
-            number = None if self._closed else next((one for one in self._left if one not in self._used), None)
+            number = None if self._closed else next((shard for shard in self._left if shard not in self._used), None)
             if number is not None:
                 self._waiting.add(number)
             return number

@@ -90,13 +90,8 @@ def random_crop_box(width: int, height: int, min_scale: float, words: Sequence[i
     return _centered(width, height, box_width, box_height)
 
 
-def random_crop(width: int, height: int, min_scale: float, seed: int, epoch: int, sample: int, turn: int = 0) -> Crop:
-    """Return the crop of a sample in an epoch of training, after it came `turn` times before."""
-    return random_crops(np.array([sample]), min_scale, seed, epoch, np.array([turn]))(0, width, height)
-
-
 def random_crops(ids: Ids, min_scale: float, seed: int, epoch: int, repeats: Ids | None) -> CropOf:
-    """Return the crops of a batch; without `repeats`, all samples are at their first turn."""
+    """Return the crops of a batch in an epoch of training; without `repeats`, all samples are at their first turn."""
     turns = np.zeros_like(ids) if repeats is None else repeats
     rows = philox_rows(1 + BOX_WORDS, seed, turns, epoch, ids, Stream.AUGMENTATION)
 
@@ -133,14 +128,10 @@ def rectangular_plan(widths: NDArray[Any], heights: NDArray[Any], size: int, bat
     for start in range(0, len(by_shape), batch):
         ids = by_shape[start : start + batch]
         ratio = float(ratios[ids].mean())
-        width, height = (max(_ROUND, int(size * stretch + 1e-6) // _ROUND * _ROUND) for stretch in _stretches(ratio))
+        stretches = max(1.0, ratio), max(1.0, 1 / ratio)  # width and height as multiples of the short side
+        width, height = (max(_ROUND, int(size * stretch + 1e-6) // _ROUND * _ROUND) for stretch in stretches)
         batches.append(RectangularBatch(ids, height, width))
     return batches
-
-
-def _stretches(ratio: float) -> tuple[float, float]:
-    """Return width and height as multiples of the short side."""
-    return max(1.0, ratio), max(1.0, 1 / ratio)
 
 
 def resize_into(out: Pixels, pixels: Pixels, flip: bool, scratch: Pixels | None = None) -> None:
@@ -204,14 +195,14 @@ class ImageBatches:
     def _batch(self, ids: Ids, height: int, width: int, crop_of: CropOf, change: Change | None = None) -> Pixels:
         out = np.empty((len(ids), height, width, 3), np.uint8)
         # Shared by all threads: each takes the next image, so that none waits for a slow one.
-        left = iter(enumerate(ids.tolist()))
-        for done in [self._pool.submit(self._fill, out, left, crop_of, change) for _ in range(self._threads)]:
-            done.result()
+        queue = iter(enumerate(ids.tolist()))
+        for filled in [self._pool.submit(self._fill, out, queue, crop_of, change) for _ in range(self._threads)]:
+            filled.result()
         return out
 
-    def _fill(self, out: Pixels, left: Iterator[tuple[int, int]], crop_of: CropOf, change: Change | None) -> None:
+    def _fill(self, out: Pixels, queue: Iterator[tuple[int, int]], crop_of: CropOf, change: Change | None) -> None:
         decoded, closed = np.empty(_SCRATCH_BYTES, np.uint8), np.empty(_SCRATCH_BYTES, np.uint8)
-        for at, row in left:
+        for at, row in queue:
             crop, pixels = self._read(at, row, crop_of, decoded)
             resize_into(out[at], pixels, crop.flip, closed)
             if change is not None:

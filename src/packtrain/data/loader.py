@@ -148,28 +148,27 @@ def rank_batches(
     """
 
     def divided(batch: Ids) -> list[Ids]:
-        own = order.micro_batches(order.share(batch, rank, num_ranks), micro_batch_cost)
+        micro_batches = order.micro_batches(order.share(batch, rank, num_ranks), micro_batch_cost)
         if not equal_counts:
-            return own
+            return micro_batches
         # Every rank computes the counts of all others by itself: nothing has to be exchanged.
-        shares = (order.share(batch, other, num_ranks) for other in range(num_ranks))
-        most = max(len(order.micro_batches(ids, micro_batch_cost)) for ids in shares)
-        return own + [batch[:0]] * (most - len(own))
+        shares = (order.share(batch, any_rank, num_ranks) for any_rank in range(num_ranks))
+        count = max(len(order.micro_batches(ids, micro_batch_cost)) for ids in shares)
+        return micro_batches + [batch[:0]] * (count - len(micro_batches))
 
     def load(batches: list[Ids], repeats: list[Ids], at: Position) -> LoadedBatch:
         batch = batches[at.batch]
-        own, own_repeats = (order.share(of, rank, num_ranks) for of in (batch, repeats[at.batch]))
+        ids, ids_repeats = (order.share(whole_batch, rank, num_ranks) for whole_batch in (batch, repeats[at.batch]))
         is_last = at.batch + 1 == len(batches)
-        parts = divided(batch)
-        repeats_of_parts = np.split(own_repeats, np.cumsum([len(part) for part in parts])[:-1])
+        micro_batches = divided(batch)
+        ends = np.cumsum([len(micro_batch) for micro_batch in micro_batches])
+        with_repeats = zip(micro_batches, np.split(ids_repeats, ends[:-1]), strict=True)
         return LoadedBatch(
-            tuple(
-                collate(part, at.epoch, its_repeats) for part, its_repeats in zip(parts, repeats_of_parts, strict=True)
-            ),
-            own,
-            own_repeats,
+            tuple(collate(micro_batch, at.epoch, turns) for micro_batch, turns in with_repeats),
+            ids,
+            ids_repeats,
             int(order.costs[batch].sum()),
-            int(order.costs[own].sum()),
+            int(order.costs[ids].sum()),
             len(batch),
             at,
             Position(at.epoch + 1, 0) if is_last else Position(at.epoch, at.batch + 1),
@@ -177,8 +176,8 @@ def rank_batches(
         )
 
     def prefetch(stack: ExitStack, batches: list[Ids], epoch: int) -> None:
-        own = [order.share(ids, rank, num_ranks) for ids in batches]
-        stack.enter_context(fetching(np.concatenate(own or [np.zeros(0, np.int64)]), epoch))
+        shares = [order.share(ids, rank, num_ranks) for ids in batches]
+        stack.enter_context(fetching(np.concatenate(shares or [np.zeros(0, np.int64)]), epoch))
 
     def loads() -> Generator[Load]:
         epoch, first = start.epoch, start.batch
@@ -251,11 +250,11 @@ class Loader:
                 if missing is not None:
                     say(f"data: store is back after {time.monotonic() - started:.0f} s")
                 return loaded
-            now = time.monotonic()
-            seconds = backoff.next_pause()
+            failed = time.monotonic()
+            pause = backoff.next_pause()
             # The next try may take as long as this one did, and must end within the limit too. Waiting on the flag, and
             # not with sleep, lets `close` end the pause.
-            if seconds is None or now - started + seconds + (now - tried) > limit or self._closed.wait(seconds):
+            if pause is None or failed - started + pause + (failed - tried) > limit or self._closed.wait(pause):
                 raise missing
 
     def _offer(self, item: LoadedBatch | BaseException) -> bool:

@@ -66,9 +66,9 @@ def philox_rows(count: int, seed: int, turns: Ids, first: int, second: Ids, thir
     blocks = -(-count // _BLOCK)
     shape = (2, len(second), blocks)
     # The counters that are multiplied in a round, and the others; NumPy increments before its first block.
-    multiplied, others, key = (np.empty(shape, np.uint64) for _ in range(3))
+    multiplied, unmultiplied, key = (np.empty(shape, np.uint64) for _ in range(3))
     multiplied[0], multiplied[1] = np.arange(1, blocks + 1), second.astype(np.uint64)[:, None]
-    others[0], others[1] = first, third
+    unmultiplied[0], unmultiplied[1] = first, third
     key[0], key[1] = seed, turns.astype(np.uint64)[:, None]
     low_factor, high_factor = _MULTIPLIERS & _LOW, _MULTIPLIERS >> _HALF
     for _ in range(_ROUNDS):
@@ -77,9 +77,9 @@ def philox_rows(count: int, seed: int, turns: Ids, first: int, second: Ids, thir
         middle = high * low_factor + (low * low_factor >> _HALF)
         upper = high * high_factor + (middle >> _HALF) + (low * high_factor + (middle & _LOW) >> _HALF)
         lower = multiplied * _MULTIPLIERS
-        multiplied, others = upper[::-1] ^ others ^ key, lower[::-1]
+        multiplied, unmultiplied = upper[::-1] ^ unmultiplied ^ key, lower[::-1]
         key = key + _KEY_STEPS
-    words = np.stack([multiplied[0], others[0], multiplied[1], others[1]], axis=-1)
+    words = np.stack([multiplied[0], unmultiplied[0], multiplied[1], unmultiplied[1]], axis=-1)
     return words.reshape(len(second), blocks * _BLOCK)[:, :count]
 
 
@@ -103,10 +103,10 @@ def mixed_epoch(source_counts: Sequence[int], weights: Sequence[float], seed: in
     drawn = [np.zeros(0, np.int64)]  # so that no sources at all still concatenate
     first = 0
     for source, (count, weight) in enumerate(zip(source_counts, weights, strict=True)):
-        passes, rest = divmod(draws(count, weight), max(1, count))
+        passes, remainder = divmod(draws(count, weight), max(1, count))
         drawn += [np.arange(first, first + count)] * passes
-        if rest:
-            drawn.append(first + permutation(count, seed, epoch, source, Stream.MIX)[:rest])
+        if remainder:
+            drawn.append(first + permutation(count, seed, epoch, source, Stream.MIX)[:remainder])
         first += count
     ids = np.concatenate(drawn)
     return ids[permutation(len(ids), seed, epoch, Stream.SAMPLES)]
@@ -186,8 +186,8 @@ def share(batch: Ids, rank: int, num_ranks: int, group: int = 1) -> Ids:
 
     Every `group` samples in a row stay together: one rank has them, however many there are.
     """
-    own: Ids = batch[np.arange(len(batch)) // group % num_ranks == rank]
-    return own
+    ids: Ids = batch[np.arange(len(batch)) // group % num_ranks == rank]
+    return ids
 
 
 def micro_batches(ids: Ids, costs: NDArray[Any], budget: int | None, group: int = 1) -> list[Ids]:
@@ -204,7 +204,7 @@ def block(count: int, rank: int, num_ranks: int) -> range:
     return range(count * rank // num_ranks, count * (rank + 1) // num_ranks)
 
 
-def spread(count: int, wanted: int) -> Ids:
-    """Choose `wanted` of `count` ids, evenly spaced and always the same, so that scores are comparable."""
-    wanted = min(count, wanted)
-    return np.arange(wanted, dtype=np.int64) * count // max(1, wanted)
+def spread(count: int, size: int) -> Ids:
+    """Choose `size` of `count` ids, evenly spaced and always the same, so that scores are comparable."""
+    size = min(count, size)
+    return np.arange(size, dtype=np.int64) * count // max(1, size)

@@ -58,8 +58,8 @@ class Pack:
 
     @cached_property
     def target_vocabulary(self) -> Vocabulary:
-        own = self.manifest.target_vocabulary
-        return self.vocabulary if own is None else self._vocabulary(own)
+        file = self.manifest.target_vocabulary
+        return self.vocabulary if file is None else self._vocabulary(file)
 
     def _vocabulary(self, file: PackFile | None) -> Vocabulary:
         if file is None:
@@ -221,7 +221,7 @@ class SplitReader:
     def by_shard(self, ids: Ids) -> ByShard:
         numbers = np.searchsorted(self._ends, ids, side="right").astype(self._number_type)
         if not len(ids) or (numbers == numbers[0]).all():
-            return ByShard(None, [Piece(int(one), ids - self._start(int(one))) for one in numbers[:1]])
+            return ByShard(None, [Piece(int(number), ids - self._start(int(number))) for number in numbers[:1]])
         # Grouped, so that each shard is looked up once per batch and not once per sample.
         order = numbers.argsort(kind="stable")
         numbers, rows = numbers[order], ids[order]
@@ -303,14 +303,14 @@ def pad(column: Ragged | Column, ids: Ids, filler: int) -> NDArray[np.int64]:
     if not len(ids):
         return np.zeros((0, 1), np.int64)
     if isinstance(column, Ragged):
-        back, parts = None, [(column, ids)]
+        back, pieces = None, [(column, ids)]
     else:
-        back, parts = column.by_shard(ids)
-    bounds = [(part.offsets[rows], part.offsets[rows + 1]) for part, rows in parts]
+        back, pieces = column.by_shard(ids)
+    bounds = [(piece.offsets[rows], piece.offsets[rows + 1]) for piece, rows in pieces]
     lengths = np.concatenate([ends - starts for starts, ends in bounds])
     width = max(1, int(lengths.max()))
-    found = [_wide(part.values, *edges, width) for (part, _), edges in zip(parts, bounds, strict=True)]
-    batch = found[0] if len(found) == 1 else np.concatenate(found)
+    blocks = [_wide(piece.values, *edges, width) for (piece, _), edges in zip(pieces, bounds, strict=True)]
+    batch = blocks[0] if len(blocks) == 1 else np.concatenate(blocks)
     if back is not None:
         batch, lengths = batch.take(back, axis=0), lengths[back]
     batch = batch.astype(np.int64)
@@ -330,7 +330,7 @@ def _wide(values: Array, starts: Ids, ends: Ids, width: int) -> Array:
         values, last = np.concatenate([values, np.zeros(-last, values.dtype)]), 0
     window = np.dtype((np.void, width * values.itemsize))
     windows = np.ndarray((last + 1,), window, values, 0, values.strides)
-    found: Array = windows[np.minimum(starts, last)].view(values.dtype).reshape(len(starts), width)
+    rows: Array = windows[np.minimum(starts, last)].view(values.dtype).reshape(len(starts), width)
     for row in np.flatnonzero(starts > last).tolist():  # the last rows of a shard, where no window starts
-        found[row, : ends[row] - starts[row]] = values[starts[row] : ends[row]]
-    return found
+        rows[row, : ends[row] - starts[row]] = values[starts[row] : ends[row]]
+    return rows

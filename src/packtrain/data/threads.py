@@ -17,8 +17,8 @@ from typing import TypeVar
 
 from packtrain.system import say, usable_cores
 
-Given = TypeVar("Given")
-Made = TypeVar("Made")
+Input = TypeVar("Input")
+Output = TypeVar("Output")
 
 
 def has_torch() -> bool:
@@ -28,8 +28,8 @@ def has_torch() -> bool:
 
 def num_threads() -> int:
     """Return how many cores this worker may use: the launcher divides those of a machine among its workers."""
-    given = os.environ.get("OMP_NUM_THREADS", "")
-    return max(1, int(given)) if given.isdecimal() else usable_cores()
+    launcher_cores = os.environ.get("OMP_NUM_THREADS", "")
+    return max(1, int(launcher_cores)) if launcher_cores.isdecimal() else usable_cores()
 
 
 def single_threaded_pool(threads: int) -> ThreadPoolExecutor:
@@ -54,7 +54,7 @@ def single_threaded_pool(threads: int) -> ThreadPoolExecutor:
     return pool
 
 
-def in_threads(make: Callable[[Given], Made], inputs: Sequence[Given], threads: int) -> Iterator[Made]:
+def in_threads(make: Callable[[Input], Output], inputs: Sequence[Input], threads: int) -> Iterator[Output]:
     """Yield what `make` returns for each input, in their order; the last ones, often the longest, are begun first."""
     threads = min(threads, len(inputs))
     if threads < 2:
@@ -62,7 +62,7 @@ def in_threads(make: Callable[[Given], Made], inputs: Sequence[Given], threads: 
         return
     pool = single_threaded_pool(threads)
     try:
-        begun = [pool.submit(make, one) for one in reversed(inputs)]
+        begun = [pool.submit(make, argument) for argument in reversed(inputs)]
         while begun:
             yield begun.pop().result()
     finally:
@@ -74,17 +74,17 @@ def in_threads(make: Callable[[Given], Made], inputs: Sequence[Given], threads: 
 
 def numa_nodes(nodes: Path = Path("/sys/devices/system/node")) -> dict[int, frozenset[int]]:
     """Return the cores of every NUMA node; none where the system does not say."""
-    found = {}
+    cores_of_nodes = {}
     with suppress(OSError, ValueError):
         for place in nodes.glob("node[0-9]*/cpulist"):
-            found[int(place.parent.name.removeprefix("node"))] = _numbers(place.read_text("utf-8"))
-    return dict(sorted(found.items()))
+            cores_of_nodes[int(place.parent.name.removeprefix("node"))] = _numbers(place.read_text("utf-8"))
+    return dict(sorted(cores_of_nodes.items()))
 
 
 def _numbers(text: str) -> frozenset[int]:
     """Read a list of the kernel's, such as `0-3,8-11`."""
-    ends = [part.split("-") for part in text.strip().split(",") if part]
-    return frozenset(number for one in ends for number in range(int(one[0]), int(one[-1]) + 1))
+    spans = [span.split("-") for span in text.strip().split(",") if span]
+    return frozenset(number for span in spans for number in range(int(span[0]), int(span[-1]) + 1))
 
 
 def node_of_gpu(address: str, devices: Path = Path("/sys/bus/pci/devices")) -> int | None:
@@ -110,8 +110,8 @@ def cores_nearby(
 
     None if there is no choice, or if that node has too few cores for the threads of all workers there.
     """
-    own = nodes.get(-1 if (place := places[rank]) is None else place, frozenset())
-    return own if len(nodes) > 1 and len(own) >= threads * places.count(place) else None
+    cores = nodes.get(-1 if (place := places[rank]) is None else place, frozenset())
+    return cores if len(nodes) > 1 and len(cores) >= threads * places.count(place) else None
 
 
 def stay_nearby(gpus: Sequence[str], rank: int, workers: int) -> None:
