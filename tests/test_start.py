@@ -14,7 +14,6 @@ from packtrain.cli import app
 from packtrain.errors import Mistake
 from packtrain.fleet import Machine
 from packtrain.pack.build import PlainProgress
-from packtrain.run import liveness
 from packtrain.run.checkpoint import commit
 from packtrain.run.inputs import staged
 from packtrain.run.records import FleetLaunch, JobSource, Result
@@ -215,7 +214,7 @@ def test_a_finished_run_whose_job_wants_more_is_resumed_without_a_change(
     directory_store: Store, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     run = ended_run(directory_store, tmp_path)
-    monkeypatch.setattr("packtrain.start.start", lambda *_args, **_options: [])
+    monkeypatch.setattr("packtrain.cli.jobs.start", lambda *_args, **_options: [])
     words = ["resume", run.name, "--store", directory_store.url, "--detach"]
     assert "is already complete" in CliRunner().invoke(app, words).output
     run.changed(recipe_job(train={"duration": "20 steps"})).put_job()  # the client was killed then
@@ -283,7 +282,7 @@ def test_a_launch_that_fails_does_not_end_a_run_whose_machines_may_come_back(
 
 def test_a_running_run_is_not_changed(directory_store: Store, monkeypatch: pytest.MonkeyPatch) -> None:
     run = new_run(directory_store, recipe_job())
-    monkeypatch.setattr(liveness, "state_of", lambda _: "running")
+    monkeypatch.setattr("packtrain.cli.jobs.state_of", lambda _: "running")
     arguments = ["resume", run.name, "--store", directory_store.url, "--set", "budget.hours=1"]
     done = CliRunner().invoke(app, arguments)
     assert isinstance(done.exception, Mistake)

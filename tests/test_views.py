@@ -19,8 +19,8 @@ import pytest
 from hypothesis import HealthCheck, Phase, given, settings
 from hypothesis import strategies as st
 
-from packtrain.cli.common import console
 from packtrain.cli.follow import Follower
+from packtrain.cli.screen import console
 from packtrain.cli.watch import board
 from packtrain.errors import Mistake, PacktrainError
 from packtrain.report import compare, report_page, write_report

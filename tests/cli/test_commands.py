@@ -13,13 +13,11 @@ from importlib.metadata import version
 from pathlib import Path
 
 import pytest
-import typer
 from typer.main import get_command
-from typer.models import CommandInfo
 from typer.testing import CliRunner
 
 import packtrain as pt
-from packtrain.cli import FIRST, PANELS, app, asked_for
+from packtrain.cli import FIRST, HIDDEN, PANELS, Commands, app
 from packtrain.cli.common import hints
 from packtrain.errors import NotFound
 from packtrain.run import liveness
@@ -391,7 +389,7 @@ def test_resuming_a_running_run_detached_does_not_follow_it(
     directory_store: Store, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     run = new_run(directory_store)
-    monkeypatch.setattr(liveness, "state_of", lambda _: "running")
+    monkeypatch.setattr("packtrain.cli.jobs.state_of", lambda _: "running")
     done = CliRunner().invoke(app, ["resume", run.name, "--detach", "--store", directory_store.url])
     assert done.exit_code == 0
     assert done.stdout.startswith("job-1 is already running\n  follow:  packtrain follow job-1")
@@ -415,15 +413,23 @@ def test_the_help_of_every_verb_has_a_first_sentence_that_fits_80_columns(
     assert "..." not in packtrain("--help").stdout.partition("Commands:")[2]
 
 
-def test_only_the_command_that_is_asked_for_is_built() -> None:
-    for verb in ("ls", "run"):
-        built = get_command(asked_for([verb, "--help"]))
-        assert list(built.commands) == [verb]  # type: ignore[attr-defined]
-    assert all(asked_for(words) is app for words in ([], ["--help"], ["lss"], ["volume", "ls"]))
+def test_the_list_of_commands_has_the_first_sentence_of_each_help() -> None:
+    tree = get_command(app)
+    assert isinstance(tree, Commands)
+    for names in (*PANELS.values(), HIDDEN):
+        for name, (_, summary) in names.items():
+            text = tree.get_command(None, name).help.partition("\n\n")[0]
+            assert f"{text} ".startswith(f"{summary} "), name
 
 
-def test_a_command_that_takes_the_context_sees_all_commands(monkeypatch: pytest.MonkeyPatch) -> None:
-    def complete(context: typer.Context) -> None: ...
-
-    monkeypatch.setattr(app, "registered_commands", [*app.registered_commands, CommandInfo(callback=complete)])
-    assert asked_for(["complete"]) is app
+@pytest.mark.usefixtures("processes")
+def test_only_the_module_of_the_command_that_runs_is_imported() -> None:
+    code = "import sys, packtrain.cli as cli; cli.app(sys.argv[1:], standalone_mode=False); print(*sys.modules)"
+    for words, modules in (
+        (["--help"], set()),
+        (["unit", "--help"], {"servers"}),
+        (["completion", "zsh"], {"completion"}),
+    ):
+        done = subprocess.run([sys.executable, "-c", code, *words], capture_output=True, text=True, check=True)
+        imported = {name.removeprefix("packtrain.cli.") for name in done.stdout.split() if "packtrain.cli." in name}
+        assert imported - {"output", "common", "screen"} == modules

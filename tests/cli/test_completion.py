@@ -20,7 +20,7 @@ import pytest
 import typer
 
 from packtrain.cli import app
-from packtrain.cli.completion import SHELLS, cached_schema, candidates, fields, values
+from packtrain.cli.completion import SHELLS, cached_commands, cached_schema, candidates, fields, values
 from packtrain.errors import Mistake
 from parts.runs import write_files
 
@@ -36,20 +36,20 @@ def offered(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, cache: Path) -> Off
     monkeypatch.chdir(tmp_path)
     monkeypatch.delenv("PACKTRAIN_STORE", raising=False)
     monkeypatch.setenv("PACKTRAIN_CACHE", str(cache))
-    tree = typer.main.get_command(app)
+    tree = cached_commands(typer.main.get_command(app))
     return lambda *words: [one.value for one in candidates(tree, words)]
 
 
 @pytest.fixture(scope="module")
 def cache(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A cache that all tests share: making the schema takes a second."""
+    """A cache that all tests share: importing all commands takes a second, and so does making the schema."""
     return tmp_path_factory.mktemp("cache")
 
 
 def test_verbs_are_offered_with_their_help(offered: Offered) -> None:
     assert {"init", "run", "completion", "volume"} <= set(offered(""))
     assert offered("re") == ["resume", "report"]
-    [one] = candidates(typer.main.get_command(app), ["resum"])
+    [one] = candidates(cached_commands(typer.main.get_command(app)), ["resum"])
     assert one.help == "Resume a run from its last checkpoint."
     assert offered("volume", "") == ["snapshot"]
     assert offered("nothing", "") == []
@@ -57,7 +57,7 @@ def test_verbs_are_offered_with_their_help(offered: Offered) -> None:
 
 def test_options_are_offered_unless_they_are_hidden(offered: Offered) -> None:
     assert offered("run", "--d") == ["--detach", "--dry-run"]
-    assert "--store-id" not in offered("mirror", "--")
+    assert "--mlflow" in offered("mirror", "--") and "--store-id" not in offered("mirror", "--")
     assert offered("ui", "--no") == ["--no-open"]
     assert {"--store", "--help"} <= set(offered("ls", ""))
 
@@ -123,7 +123,7 @@ def test_the_schema_is_kept_for_the_same_code_only(
     [kept] = cache.glob("*.schema.json")
     monkeypatch.setattr("packtrain.cli.schema.current_schema", lambda: {"other": "code"})
     assert cached_schema() == made
-    monkeypatch.setattr("packtrain.identity.identity", lambda: "1.0-abc")
+    monkeypatch.setattr("packtrain.cli.completion.identity", lambda: "1.0-abc")
     assert cached_schema() == {"other": "code"}
     assert not kept.exists()
 
@@ -148,8 +148,9 @@ def test_completion_imports_nothing_heavy(offered: Offered, tmp_path: Path) -> N
     cached_schema()
     program = (
         "import sys, typer, packtrain.cli as cli\n"
-        "from packtrain.cli.completion import candidates\n"
-        "found = list(candidates(typer.main.get_command(cli.app), ['run', 'job.yaml', '--set', 'train.']))\n"
+        "from packtrain.cli.completion import cached_commands, candidates\n"
+        "tree = cached_commands(typer.main.get_command(cli.app))\n"
+        "found = list(candidates(tree, ['run', 'job.yaml', '--set', 'train.']))\n"
         "print(len(found) > 10, [name for name in ('pydantic', 'numpy', 'torch', 'rich') if name in sys.modules])"
     )
     done = subprocess.run([sys.executable, "-c", program], cwd=tmp_path, capture_output=True, text=True, timeout=120)

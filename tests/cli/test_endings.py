@@ -87,28 +87,28 @@ def test_ctrl_c_ends_a_command_that_follows_with_130_and_says_nothing(tmp_path: 
 @pytest.mark.parametrize(
     ("words", "slow_part"),
     [
-        ("run job.yaml", "packtrain.start:prepare_run"),
+        ("run job.yaml", "packtrain.cli.jobs:prepare_run"),
         ("run job.yaml", "packtrain.cli.follow:Follower.until_ended"),
-        ("resume", "packtrain.run.liveness:state_of"),
-        ("pack job.yaml", "packtrain.start:pack_data"),
-        ("plan job.yaml", "packtrain.start:load"),
+        ("resume", "packtrain.cli.jobs:state_of"),
+        ("pack job.yaml", "packtrain.cli.jobs:pack_data"),
+        ("plan job.yaml", "packtrain.cli.plan:load"),
         ("sweep lr", "packtrain.sweep.drive:SweepDrive.look"),
-        ("predict endless hello", "packtrain.export.predict:load_predictor"),
-        ("evaluate endless", "packtrain.export.evaluate:run_subject"),
-        ("export endless", "packtrain.export.export:export_run"),
-        ("ls", "packtrain.run.run:run_names"),
-        ("show", "packtrain.report.summary:summarize"),
+        ("predict endless hello", "packtrain.cli.models:load_predictor"),
+        ("evaluate endless", "packtrain.cli.reports:run_subject"),
+        ("export endless", "packtrain.cli.models:export_run"),
+        ("ls", "packtrain.cli.runs:run_names"),
+        ("show", "packtrain.cli.runs:summarize"),
         ("show -w endless", "packtrain.cli.follow:Follower.until_ended"),
         ("logs", "packtrain.run.run:Run.log_lines"),
-        ("stop endless", "packtrain.fleet:request_stop"),
-        ("report", "packtrain.report:write_report"),
-        ("compare endless lr", "packtrain.run.run:open_run"),
-        ("cp endless there", "packtrain.housekeeping.copies:copy_run"),
-        ("down endless", "packtrain.fleet.down:take_down"),
-        ("doctor --fleet local", "packtrain.fleet.doctor:examine"),
-        ("rm endless-1 --yes", "packtrain.housekeeping.removal:remove_run"),
-        ("mv endless-1 x", "packtrain.housekeeping.removal:rename_run"),
-        ("du", "packtrain.housekeeping.usage:store_usage"),
+        ("stop endless", "packtrain.cli.runs:request_stop"),
+        ("report", "packtrain.cli.reports:write_report"),
+        ("compare endless lr", "packtrain.cli.common:open_run"),
+        ("cp endless there", "packtrain.cli.stored:copy_run"),
+        ("down endless", "packtrain.cli.machines:take_down"),
+        ("doctor --fleet local", "packtrain.cli.machines:examine"),
+        ("rm endless-1 --yes", "packtrain.cli.stored:remove_run"),
+        ("mv endless-1 x", "packtrain.cli.stored:rename_run"),
+        ("du", "packtrain.cli.stored:store_usage"),
         ("gc", "packtrain.housekeeping.garbage:unused_in_store"),
     ],
 )
@@ -124,7 +124,7 @@ def test_ctrl_c_ends_every_command_with_130(
     (tmp_path / "train.py").write_text("")
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("PACKTRAIN_CACHE", str(tmp_path / "cache"))
-    monkeypatch.setattr("packtrain.start.start", lambda *_: [])
+    monkeypatch.setattr("packtrain.cli.jobs.start", lambda *_: [])
     module, _, name = slow_part.partition(":")
     place = import_module(module)  # by its name: `packtrain.run` is also a function
     owner, _, method = name.rpartition(".")

@@ -11,7 +11,6 @@ from typing import Literal
 
 import pytest
 
-from packtrain.cli.common import console
 from packtrain.cli.follow import (
     ASK_FLEET_SECONDS,
     Follower,
@@ -25,6 +24,7 @@ from packtrain.cli.follow import (
     scores_of,
     shortage,
 )
+from packtrain.cli.screen import console
 from packtrain.errors import EXIT_ALREADY_JOINED, EXIT_DONE, EXIT_FAILED, EXIT_STOPPED, EXIT_UNFINISHED, NotFinished
 from packtrain.fleet import Machine
 from packtrain.fleet.local import LocalFleet, start_process

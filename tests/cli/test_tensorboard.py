@@ -14,7 +14,7 @@ import pytest
 from typer.testing import CliRunner
 
 from packtrain.cli import app
-from packtrain.cli.tensorboard import EventFolder
+from packtrain.cli.servers import EventFolder
 from packtrain.errors import Mistake
 from packtrain.run.records import Point
 from packtrain.run.run import Run

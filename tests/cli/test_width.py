@@ -7,9 +7,8 @@ from collections.abc import Callable
 import pytest
 
 from packtrain.cli import app, machines, plan
-from packtrain.cli.common import console
-from packtrain.cli.evaluate import _print_table
-from packtrain.cli.screen import line_starts
+from packtrain.cli.reports import _print_table
+from packtrain.cli.screen import console, line_starts
 from packtrain.fleet.fleet import Check
 from packtrain.plan.devices import Link
 from packtrain.plan.estimate import Advice, Goal, Layout, Speed, StepKind, Workload, choose, estimate, with_efficiency

@@ -221,7 +221,7 @@ Call = Callable[..., tuple[int, str, str]]
 def command(packtrain: Packtrain, place: Path, monkeypatch: pytest.MonkeyPatch) -> Call:
     """Call `packtrain evaluate` in this process, which has already imported torch."""
     monkeypatch.chdir(place)
-    monkeypatch.setattr("packtrain.pack.workers.Processes", InProcess)
+    monkeypatch.setattr("packtrain.cli.reports.Processes", InProcess)
 
     def call(*arguments: str) -> tuple[int, str, str]:
         done = packtrain("evaluate", *arguments)

@@ -29,7 +29,7 @@ from PIL import Image
 
 from pack.corpus import job_of
 from pack.pictures import with_size
-from packtrain.cli.serve import serve as serve_command
+from packtrain.cli.servers import serve as serve_command
 from packtrain.data.pack import Pack
 from packtrain.errors import Mistake, PacktrainError
 from packtrain.export.export import ExportOptions, export_run

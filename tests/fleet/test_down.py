@@ -24,7 +24,6 @@ from packtrain.fleet.cloud import LABEL_TAG, label_of, remove
 from packtrain.fleet.down import check_has_no_machines, launched_fleets, take_down, take_inventory
 from packtrain.fleet.local import find_processes
 from packtrain.job.kinds import FleetKind
-from packtrain.run import liveness
 from packtrain.run.checkpoint import last_step
 from packtrain.run.liveness import State, state_of
 from packtrain.run.records import FleetLaunch, Result, Status
@@ -281,7 +280,9 @@ def test_who_finds_that_a_run_has_ended_gives_its_machines_back(
     verb: str, seen: State, directory_store: Store, accounts: dict[str, Path], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(RentalFleet, "release", RentalFleet.give_back)
-    monkeypatch.setattr(liveness, "state_of", lambda _: seen)  # `interrupted` if the result came a moment later
+    monkeypatch.setattr(
+        "packtrain.cli.jobs.state_of", lambda _: seen
+    )  # `interrupted` if the result came a moment later
     run = started(directory_store, accounts["east"])
     run.finish(Result("finished", "done", 1, 1.0))
     done = command(verb, run.name, "--store", run.store.url)

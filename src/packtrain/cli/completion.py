@@ -10,31 +10,30 @@ import json
 import os
 import re
 import threading
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from importlib.resources import files
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import Annotated, Any, TypeVar
 
 import typer
 
+from packtrain.errors import EXIT_DONE, Mistake, nearest
+from packtrain.identity import identity
 from packtrain.process import end_process
-
-if TYPE_CHECKING:
-    from packtrain.store import Store
+from packtrain.store import default_store, open_store
+from packtrain.system import cache_directory, expanded
 
 SHELLS = ("bash", "zsh", "fish")
 
 Schema = Mapping[str, Any]
+Json = TypeVar("Json")
 
 _STORE_SECONDS = 1.0  # to list the runs of a bucket
 _RECIPE = re.compile(r"^recipe:\s*([a-z0-9-]+)\s*(#|$)", re.MULTILINE)
+_RUN = re.compile(r"[a-z0-9][a-z0-9-]*")  # as a job's name, but without importing what checks it
 _MAX_JOB_BYTES = 1_000_000
-
-
-def register(app: typer.Typer) -> None:
-    app.command()(completion)
 
 
 def completion(
@@ -45,17 +44,94 @@ def completion(
     ] = None,
 ) -> None:
     """Print a shell script that completes commands, runs and fields."""
-    from packtrain.errors import EXIT_DONE, Mistake, nearest
-
     if shell not in SHELLS:
         raise Mistake(f"completion: unknown shell {shell[:60]!r}; {nearest(shell, SHELLS)}")
     if not words:
         print((files("packtrain.cli") / "shells" / f"packtrain.{shell}").read_text("utf-8"), end="")
         return
     with suppress(Exception):  # whatever is wrong, the person is in the middle of a line
-        for one in candidates(context.find_root().command, words):
-            print(one.value if shell == "bash" or not one.help else f"{one.value}\t{one.help}")
+        for candidate in candidates(cached_commands(context.find_root().command), words):
+            print(candidate.value if shell == "bash" or not candidate.help else f"{candidate.value}\t{candidate.help}")
     end_process(EXIT_DONE)  # a store that does not answer may still be asked
+
+
+# The commands, without what they import.
+
+
+@dataclass(frozen=True)
+class Parameter:
+    """An option, or an argument if it has no names. `takes_many`: an argument that may be any number of words."""
+
+    names: Sequence[str]
+    metavar: str
+    help: str
+    is_flag: bool
+    takes_many: bool
+
+
+@dataclass(frozen=True)
+class Command:
+    """A command with what it takes, or a group with its commands; hidden parameters are left out."""
+
+    help: str
+    is_hidden: bool
+    parameters: Sequence[Parameter] = ()
+    commands: Mapping[str, Command] = field(default_factory=dict)
+
+    @classmethod
+    def of(cls, command: Any) -> Command:
+        """Describe a command of Click."""
+        if hasattr(command, "commands"):
+            below = {name: cls.of(command.get_command(None, name)) for name in command.commands}
+            return cls(command.help or "", command.hidden, (), below)
+        shown = [parameter for parameter in command.params if not getattr(parameter, "hidden", False)]
+        return cls(command.help or "", command.hidden, [cls._parameter(parameter) for parameter in shown])
+
+    @staticmethod
+    def _parameter(parameter: Any) -> Parameter:
+        names = [name for name in (*parameter.opts, *parameter.secondary_opts) if name.startswith("-")]
+        is_flag = getattr(parameter, "is_flag", False)
+        return Parameter(names, parameter.metavar or "", parameter.help or "", is_flag, parameter.nargs == -1)
+
+    @classmethod
+    def read(cls, plain: Mapping[str, Any]) -> Command:
+        parameters = [Parameter(**parameter) for parameter in plain["parameters"]]
+        below = {name: cls.read(command) for name, command in plain["commands"].items()}
+        return cls(plain["help"], plain["is_hidden"], parameters, below)
+
+    def option(self, name: str) -> Parameter | None:
+        return next((parameter for parameter in self.parameters if name in parameter.names), None)
+
+
+def cached_commands(tree: Any) -> Command:
+    """Return all commands; importing their modules takes a second."""
+    return Command.read(_cached("commands-*.json", lambda: asdict(Command.of(tree))))
+
+
+def cached_schema() -> Schema:
+    """Return the schema of the job file; making it takes a second."""
+    from packtrain.cli.schema import current_schema  # takes as long to import as the schema takes to make
+
+    return _cached("job-*.schema.json", current_schema)
+
+
+def _cached(pattern: str, make: Callable[[], Json]) -> Json:
+    """Return what `make` returns, kept in a file for this very code: its digest replaces the star of the pattern."""
+    digest = re.sub("[^0-9a-z]", "", identity())[-32:]
+    path = cache_directory() / pattern.replace("*", digest)
+    with suppress(OSError, ValueError):
+        cached: Json = json.loads(path.read_text("utf-8"))
+        return cached
+    made = make()
+    for outdated in path.parent.glob(pattern):
+        outdated.unlink(missing_ok=True)
+    unfinished = path.with_suffix(f".{os.getpid()}")
+    unfinished.write_text(json.dumps(made), "utf-8")
+    unfinished.replace(path)  # whole, or not there
+    return made
+
+
+# Words.
 
 
 @dataclass(frozen=True)
@@ -70,50 +146,51 @@ class Candidate:
 class _Typed:
     """The words so far: the command, its arguments and options, and the option that lacks its value."""
 
-    command: Any
+    command: Command
     arguments: list[str] = field(default_factory=list)
     options: dict[str, str] = field(default_factory=dict)
-    pending: Any = None
+    pending: Parameter | None = None
 
 
-def candidates(tree: Any, words: Sequence[str]) -> Iterator[Candidate]:
+def candidates(tree: Command, words: Sequence[str]) -> Iterator[Candidate]:
     """Yield what may stand for the last word, after the others; nothing where files should be offered."""
     *before, last = words
     typed = _read(tree, before)
     if typed is None:
         return
-    option, equals, value = last.partition("=")
+    name, equals, value = last.partition("=")
+    offers: Iterator[Candidate]
     if typed.pending is not None:
-        found = list(_values(typed.pending, last, typed))
-    elif equals and (parameter := _option(typed.command, option)) is not None:
-        found = [Candidate(f"{option}={one.value}", one.help) for one in _values(parameter, value, typed)]
+        offers = _values(typed.pending, last, typed)
+    elif equals and (option := typed.command.option(name)) is not None:
+        offers = (Candidate(f"{name}={offer.value}", offer.help) for offer in _values(option, value, typed))
     elif last.startswith("-"):
-        found = list(_options(typed.command))
-    elif hasattr(typed.command, "commands"):
-        commands = typed.command.commands.items()
-        found = [Candidate(name, _sentence(one.help)) for name, one in commands if not one.hidden]
+        offers = _options(typed.command)
+    elif typed.command.commands:
+        visible = {name: command for name, command in typed.command.commands.items() if not command.is_hidden}
+        offers = (Candidate(name, _sentence(command.help)) for name, command in visible.items())
     elif (argument := _argument(typed)) is not None:
-        found = list(_values(argument, last, typed))
+        offers = _values(argument, last, typed)
     else:
-        found = list(_options(typed.command))
-    yield from (one for one in found if one.value.startswith(last))
+        offers = _options(typed.command)
+    yield from [offer for offer in offers if offer.value.startswith(last)]  # all or, after an error, none
 
 
-def _read(command: Any, words: Sequence[str]) -> _Typed | None:
+def _read(command: Command, words: Sequence[str]) -> _Typed | None:
     """Return what words mean; None if one of them is no command."""
     typed = _Typed(command)
     for word in words:
         if typed.pending is not None:
-            typed.options[typed.pending.opts[-1]] = word
+            typed.options[typed.pending.names[-1]] = word
             typed.pending = None
         elif word.startswith("-"):
             name, equals, value = word.partition("=")
-            option = _option(typed.command, name)
+            option = typed.command.option(name)
             if option is not None and equals:
-                typed.options[option.opts[-1]] = value
+                typed.options[option.names[-1]] = value
             elif option is not None and not option.is_flag:
                 typed.pending = option
-        elif hasattr(typed.command, "commands"):
+        elif typed.command.commands:
             if word not in typed.command.commands:
                 return None
             typed.command = typed.command.commands[word]
@@ -122,48 +199,39 @@ def _read(command: Any, words: Sequence[str]) -> _Typed | None:
     return typed
 
 
-def _option(command: Any, name: str) -> Any:
-    return next(
-        (one for one in command.params if name.startswith("-") and name in (*one.opts, *one.secondary_opts)), None
-    )
-
-
-def _options(command: Any) -> Iterator[Candidate]:
-    for one in command.params:
-        if not getattr(one, "hidden", False) and one.opts[0].startswith("-"):
-            for name in (*one.opts, *one.secondary_opts):
-                if name.startswith("--"):
-                    yield Candidate(name, _sentence(one.help))
+def _options(command: Command) -> Iterator[Candidate]:
+    for option in command.parameters:
+        for name in option.names:
+            if name.startswith("--"):
+                yield Candidate(name, _sentence(option.help))
     yield Candidate("--help", "Show this message and exit.")
 
 
-def _argument(typed: _Typed) -> Any:
+def _argument(typed: _Typed) -> Parameter | None:
     """Return the argument that comes next; the last one may take any number of words."""
-    arguments = [one for one in typed.command.params if not one.opts[0].startswith("-")]
+    arguments = [parameter for parameter in typed.command.parameters if not parameter.names]
     number = len(typed.arguments)
     if number < len(arguments):
         return arguments[number]
-    return arguments[-1] if arguments and arguments[-1].nargs == -1 else None
+    return arguments[-1] if arguments and arguments[-1].takes_many else None
 
 
-def _sentence(text: str | None) -> str:
+def _sentence(text: str) -> str:
     """Return the first sentence of a help text, in one line."""
-    return re.split(r"(?<=[.;])(?<!e\.g\.)\s", " ".join((text or "").split()))[0].rstrip(";")
+    return re.split(r"(?<=[.;])(?<!e\.g\.)\s", " ".join(text.split()))[0].rstrip(";")
 
 
 # Values, by what the help calls them.
 
 
-def _values(parameter: Any, text: str, typed: _Typed) -> Iterator[Candidate]:
-    metavar = parameter.metavar or ""
+def _values(parameter: Parameter, text: str, typed: _Typed) -> Iterator[Candidate]:
+    metavar = parameter.metavar
     if metavar.startswith("FIELD="):
         yield from _field_values(text, typed)
         return
     names = re.split(r"[|\s]+", metavar.replace(".", " "))
     yield from (Candidate(name) for name in names if "|" in metavar and re.fullmatch(r"[a-z0-9/]+", name))
-    if "RUN" in names or (names == ["MODEL"] and "run" in (parameter.help or "")):
-        from packtrain.store import default_store
-
+    if "RUN" in names or (names == ["MODEL"] and "run" in parameter.help):
         yield from map(Candidate, _runs(typed.options.get("--store") or default_store()))
     if metavar == "KIND":
         templates = (files("packtrain.cli") / "templates").iterdir()
@@ -177,23 +245,17 @@ def _values(parameter: Any, text: str, typed: _Typed) -> Iterator[Candidate]:
 def _runs(location: str) -> list[str]:
     """Return the runs of a store; of a bucket, only if it answers soon."""
     if "://" not in location:
-        from packtrain.system import expanded
-
         folder = expanded(location) / "runs"
-        return sorted(entry.name for entry in os.scandir(folder) if re.fullmatch(r"[a-z0-9][a-z0-9-]*", entry.name))
-    found: list[str] = []
+        return sorted(entry.name for entry in os.scandir(folder) if _RUN.fullmatch(entry.name))
+    names: list[str] = []
 
     def look() -> None:
-        from packtrain.job.part import is_name
-        from packtrain.store import open_store
-
-        store: Store = open_store(location)
-        found.extend(name for name in store.folders("runs/") if is_name(name))
+        names.extend(name for name in open_store(location).folders("runs/") if _RUN.fullmatch(name))
 
     thread = threading.Thread(target=look, daemon=True)
     thread.start()
     thread.join(_STORE_SECONDS)
-    return sorted(found)
+    return sorted(names)
 
 
 # Fields of a job: from its schema.
@@ -204,16 +266,16 @@ def _field_values(text: str, typed: _Typed) -> Iterator[Candidate]:
     path, equals, _ = text.partition("=")
     above, dot, _ = path.rpartition(".")
     for name, place in fields(schema, above, recipe).items():
-        whole = f"{above}{dot}{name}"
+        field_name = f"{above}{dot}{name}"
         words = values(schema, place)
         if equals:
-            yield from (Candidate(f"{whole}={word}") for word in words if whole == path)
+            yield from (Candidate(f"{field_name}={word}") for word in words if field_name == path)
             continue
-        below = fields(schema, whole, recipe)
+        below = fields(schema, field_name, recipe)
         if below:
-            yield Candidate(f"{whole}.", _sentence(place.get("description")))
+            yield Candidate(f"{field_name}.", _sentence(place.get("description", "")))
         if words or not below:
-            yield Candidate(f"{whole}=", _sentence(place.get("description")))
+            yield Candidate(f"{field_name}=", _sentence(place.get("description", "")))
 
 
 def _recipe_of(arguments: Sequence[str]) -> str | None:
@@ -223,56 +285,35 @@ def _recipe_of(arguments: Sequence[str]) -> str | None:
             if not Path(argument).is_file():  # a pipe would block
                 return None
             with Path(argument).open("rb") as file:
-                found = _RECIPE.search(file.read(_MAX_JOB_BYTES).decode("utf-8", "replace"))
-            return found[1] if found else None
+                recipe = _RECIPE.search(file.read(_MAX_JOB_BYTES).decode("utf-8", "replace"))
+            return recipe[1] if recipe else None
     return None
-
-
-def cached_schema() -> Schema:
-    """Return the schema of the job file; making it takes a second, so it is kept for this very code."""
-    from packtrain.identity import identity
-    from packtrain.system import cache_directory
-
-    digest = re.sub("[^0-9a-z]", "", identity())[-32:]
-    path = cache_directory() / f"job-{digest}.schema.json"
-    with suppress(OSError, ValueError):
-        kept: Schema = json.loads(path.read_text("utf-8"))
-        return kept
-    from packtrain.cli.schema import current_schema
-
-    made = current_schema()
-    for old in path.parent.glob("job-*.schema.json"):
-        old.unlink(missing_ok=True)
-    part = path.with_suffix(f".{os.getpid()}")
-    part.write_text(json.dumps(made), "utf-8")
-    part.replace(path)  # whole, or not there
-    return made
 
 
 def fields(schema: Schema, path: str, recipe: str | None = None) -> dict[str, Schema]:
     """Return the fields below a path such as `train.schedule`, each with its schema; empty if it has none."""
     places = [schema]
     if recipe is not None:
-        asked = {"recipe": {"const": recipe}}
-        places += [rule["then"] for rule in schema["else"]["allOf"] if rule["if"].get("properties") == asked]
+        condition = {"recipe": {"const": recipe}}
+        places += [rule["then"] for rule in schema["else"]["allOf"] if rule["if"].get("properties") == condition]
     for step in filter(None, path.split(".")):
         places = [below for place in places for below in _below(schema, place, step)]
-    found: dict[str, Schema] = {}
+    merged: dict[str, Schema] = {}
     for place in places:
         for name, value in _objects(schema, place):
-            found[name] = {**found.get(name, {}), **value}  # that of the recipe says more
-    return found
+            merged[name] = {**merged.get(name, {}), **value}  # that of the recipe says more
+    return merged
 
 
 def values(schema: Schema, field: Schema) -> list[str]:
     """Return the words that a field may be set to, such as `true` and `false`, or those of an enumeration."""
-    found: dict[str, None] = {}
+    words: dict[str, None] = {}
     for place in _resolved(schema, field):
-        given = place.get("enum", [place["const"]] if "const" in place else [])
-        found |= dict.fromkeys(str(value) for value in given)
+        choices = place.get("enum", [place["const"]] if "const" in place else [])
+        words |= dict.fromkeys(map(str, choices))
         if place.get("type") == "boolean":
-            found |= dict.fromkeys(("true", "false"))
-    return list(found)
+            words |= dict.fromkeys(("true", "false"))
+    return list(words)
 
 
 def _below(schema: Schema, place: Schema, step: str) -> Iterator[Schema]:

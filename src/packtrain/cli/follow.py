@@ -12,8 +12,8 @@ from rich.live import Live
 from rich.text import Text
 
 from packtrain.backoff import Backoff
-from packtrain.cli.common import console, hints
-from packtrain.cli.screen import Part, Screen
+from packtrain.cli.common import hints
+from packtrain.cli.screen import Part, Screen, console
 from packtrain.errors import EXIT_ALREADY_JOINED, EXIT_INTERRUPTED, NotFinished, PacktrainError, RunFailed, harmless
 from packtrain.fleet import Machine, StartedNode, fleet_to_ask, release, states_of
 from packtrain.job import Job

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import sys
+from collections.abc import Iterator
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import Annotated
 
 import typer
 
@@ -17,19 +18,45 @@ from packtrain.cli.common import (
     StoreOption,
     TrustOption,
     ask,
-    console,
     find_run,
     hints,
     trusting,
-    unread_output,
 )
-
-if TYPE_CHECKING:
-    from packtrain.cli.follow import Streams
-    from packtrain.fleet import StartedNode
-    from packtrain.job.kinds import FleetKind
-    from packtrain.job.load import LoadedJob
-    from packtrain.run.run import Run
+from packtrain.cli.follow import Streams, follow, new_streams
+from packtrain.cli.output import unread_output
+from packtrain.cli.screen import ProgressBars, Screen, console
+from packtrain.cli.template import TEMPLATES, InitRequest, write_job
+from packtrain.data.pack import Pack
+from packtrain.errors import Mistake
+from packtrain.fleet import StartedNode, fleet_of, release
+from packtrain.fork import read_name
+from packtrain.job.changes import changed_job
+from packtrain.job.kinds import FleetKind
+from packtrain.job.load import LoadedJob
+from packtrain.pack.manifest import Manifest, pack_key
+from packtrain.pack.shard import Columns
+from packtrain.pack.workers import Dask, Processes
+from packtrain.plan.estimate import lines_of
+from packtrain.report.pack_page import print_stats, sample_page
+from packtrain.report.pack_stats import stats_of
+from packtrain.run.liveness import state_of
+from packtrain.run.run import Run
+from packtrain.start import (
+    AlreadyComplete,
+    Beginning,
+    dry_run,
+    edited_since,
+    load,
+    manifests,
+    pack_data,
+    prepare_run,
+    reopen,
+    start,
+    wait_until_joined,
+)
+from packtrain.store import Store, open_store
+from packtrain.system import cache_directory, to_type
+from packtrain.units import show_bytes
 
 ForegroundOption = Annotated[bool, typer.Option("--foreground", help="Tie the run to this command; Ctrl-C stops it.")]
 DetachOption = Annotated[bool, typer.Option("--detach", help="Start the run and return.")]
@@ -42,13 +69,6 @@ ChangeOption = Annotated[
         " data.stage or report; repeatable.",
     ),
 ]
-
-
-def register(app: typer.Typer) -> None:
-    app.command()(init)
-    app.command()(pack)
-    app.command()(run)
-    app.command()(resume)
 
 
 def init(
@@ -72,9 +92,6 @@ def init(
     ] = None,
 ) -> None:
     """Write a commented job file, with toy data to try it on."""
-    from packtrain.cli.template import TEMPLATES, InitRequest, write_job
-    from packtrain.system import to_type
-
     screen = console()
     if kind is None:
         for word, template in TEMPLATES.items():
@@ -104,11 +121,6 @@ def pack(
     allow_drops: DropsOption = False,
 ) -> None:
     """Pack a job's raw data into its store, unless the pack exists."""
-    from packtrain.cli.packs import ProgressBars, show_stats
-    from packtrain.pack.workers import Dask, Processes
-    from packtrain.start import load, pack_data
-    from packtrain.store import open_store
-
     loaded = load(job, overrides or (), allow_drops)
     store, screen = open_store(loaded.job.store, create=True), console()
     workers = Dask(dask) if dask else Processes(processes)
@@ -152,11 +164,6 @@ def run(
     ] = None,
 ) -> None:
     """Pack if needed, start a run, and follow it. Ctrl-C detaches; the run keeps running."""
-    from packtrain.cli.packs import ProgressBars
-    from packtrain.errors import Mistake
-    from packtrain.fork import read_name
-    from packtrain.start import Beginning, load, manifests, prepare_run
-
     _check_modes(foreground, detach)
     if fresh and parent is None:
         raise Mistake("--fresh: needs --from RUN")
@@ -185,8 +192,6 @@ def run(
 
 def _print_expected(created: Run) -> None:
     """Print what is expected of a run, from what is known without measuring; nothing waits for it."""
-    from packtrain.plan.estimate import lines_of
-
     found = created.forecast()
     for line in lines_of(found, created.job) if found is not None else ():
         console().say_row("plan", "dim", line)
@@ -202,12 +207,6 @@ def resume(
     trust_code: TrustOption = False,
 ) -> None:
     """Resume a run from its last checkpoint. With --set: on another fleet, or for longer."""
-    from packtrain.cli.follow import follow
-    from packtrain.errors import Mistake
-    from packtrain.job.changes import changed_job
-    from packtrain.run.liveness import state_of
-    from packtrain.start import AlreadyComplete, edited_since, reopen
-
     _check_modes(foreground, detach)
     found = find_run(store, name)
     # Watches the leases for a few seconds if need be: starting nodes beside running ones must not happen by mistake.
@@ -240,16 +239,11 @@ def resume(
 
 
 def _say_complete(found: Run) -> None:
-    from packtrain.fleet import release
-
     console().say(f"{found.name} is already complete")
     release(found, console().say)  # nobody may have seen its end
 
 
 def _print_dry_run(loaded: LoadedJob) -> None:
-    from packtrain.start import dry_run
-    from packtrain.units import show_bytes
-
     found, screen = dry_run(loaded), console()
     width = max(map(len, [*found.code.sizes, *found.code.left_out]), default=0)
     screen.say(f"code that the run stores ({show_bytes(sum(found.code.sizes.values()))})")
@@ -270,9 +264,6 @@ def _print_dry_run(loaded: LoadedJob) -> None:
 
 def _check_modes(foreground: bool, detach: bool, fleet: FleetKind | None = None) -> None:
     """Refuse options that exclude each other, and --foreground on a fleet that cannot do it, before any work."""
-    from packtrain.errors import Mistake
-    from packtrain.fleet import fleet_of
-
     if foreground and detach:
         raise Mistake("--foreground and --detach exclude each other; use one of them")
     fault = fleet_of(fleet).no_foreground if foreground and fleet is not None else None
@@ -281,9 +272,6 @@ def _check_modes(foreground: bool, detach: bool, fleet: FleetKind | None = None)
 
 
 def _start(found: Run, foreground: bool, detach: bool) -> tuple[Streams, list[StartedNode]]:
-    from packtrain.cli.follow import new_streams
-    from packtrain.start import start, wait_until_joined
-
     streams = new_streams(found)  # before anything is started: nothing new must be taken for history
     nodes = start(found, foreground, _print_line)
     if detach:
@@ -294,8 +282,6 @@ def _start(found: Run, foreground: bool, detach: bool) -> tuple[Streams, list[St
 def _follow(
     found: Run, started: tuple[Streams, list[StartedNode]], foreground: bool, detach: bool, quiet: bool
 ) -> None:
-    from packtrain.cli.follow import follow
-
     if detach:
         console().say("Started ", (found.name, "bold"), f" in {found.store.url}")
         console().say_lines(hints(found, "follow", "status", "stop"))
@@ -306,3 +292,20 @@ def _follow(
 
 def _print_line(text: str) -> None:
     console().say(f"  {text}")
+
+
+def show_stats(screen: Screen, store: Store, manifest: Manifest) -> None:
+    """Print the statistics of a pack, and store a page of samples beside it."""
+    pack = Pack(store, manifest.name, cache_directory() / "packs")
+
+    def columns(split: str) -> Iterator[Columns]:
+        reader = pack.split(split)
+        return (reader.shard(number) for number in range(reader.num_shards))
+
+    vocabularies = [pack.vocabulary] if manifest.vocabulary else []
+    vocabularies += [pack.target_vocabulary] if manifest.target_vocabulary else []
+    stats = stats_of(manifest, columns, [len(vocabulary) for vocabulary in vocabularies])
+    print_stats(screen, stats)
+    key = pack_key(manifest.name, "samples.html")
+    store.put(key, sample_page(stats, columns, vocabularies).encode())
+    screen.say(f"samples: {store.url}/{key}")

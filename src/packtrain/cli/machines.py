@@ -1,84 +1,48 @@
-"""Commands for machines: doctor, attach, down, volume, and node, which fleets start on them."""
+"""Commands for machines: doctor, attach, down, volume."""
 
 from __future__ import annotations
 
 import os
+import socket
 import sys
-import threading
-from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+from collections.abc import Sequence
 from dataclasses import asdict
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import Annotated
 
 import typer
+from pydantic import ValidationError
+from rich.table import Table
 
 from packtrain.cli.common import (
     JsonOption,
     RunArgument,
     StoreOption,
-    TrustOption,
     YesOption,
     confirm,
-    console,
     find_run,
-    find_store,
     hints,
-    print_json,
-    trusting,
 )
-from packtrain.units import MAX_WORKERS
+from packtrain.cli.output import print_json
+from packtrain.cli.screen import console
+from packtrain.errors import EXIT_DONE, EXIT_FAILED, EXIT_MISTAKE, EXIT_UNFINISHED, Mistake, NotFound, harmless
+from packtrain.fleet import fleet_of, fleet_to_ask
+from packtrain.fleet.cloud import Resource
+from packtrain.fleet.doctor import examine
+from packtrain.fleet.down import remove_found, take_down, take_inventory
+from packtrain.fleet.fleet import Check, Fleet, silent
+from packtrain.fleet.here import Here, describe
+from packtrain.job import Job
+from packtrain.job.kinds import FLEETS, FleetKind, kind_class, word_of
+from packtrain.job.part import faults
+from packtrain.run.liveness import node_directory
+from packtrain.run.run import Run
+from packtrain.start import load
+from packtrain.store import StoreError, default_store
+from packtrain.units import counted
 
-if TYPE_CHECKING:
-    from collections.abc import Sequence
-
-    from packtrain.fleet.cloud import Resource
-    from packtrain.fleet.fleet import Check, Fleet
-    from packtrain.fleet.here import Here
-    from packtrain.job import Job
-    from packtrain.job.kinds import FleetKind
-    from packtrain.node.node import Node
-    from packtrain.node.preemption import NoticeSource
-    from packtrain.run.run import Run
-
-StoreIdOption = Annotated[
-    str | None, typer.Option("--store-id", metavar="ID", help="Required ID of a store in a directory.")
-]
-AddressOption = Annotated[
-    str | None,
-    typer.Option(metavar="ADDRESS", help="Address at which other machines reach this one. Default: a private one."),
-]
-InterfaceOption = Annotated[
-    str | None, typer.Option(metavar="NAME", help="Network interface with that address, such as eth0.")
-]
-WorkersOption = Annotated[
-    int | None,
-    typer.Option(metavar="N", min=1, max=MAX_WORKERS, help="Number of workers. Default: from the job, or one per GPU."),
-]
-PowerOffOption = Annotated[
-    bool, typer.Option("--power-off", help="Shut this machine down when it is done. Default: from the job.")
-]
-CodeOption = Annotated[
-    str | None, typer.Option("--code", metavar="DIGEST", help="Digest of the code to run; fleets pass it.")
-]
-IdentityOption = Annotated[
-    str | None,
-    typer.Option("--identity", metavar="ID", help="Required Packtrain identity; fleets with an image pass it."),
-]
-
-_LOOK_SECONDS, _STEP_SECONDS = 10.0, 30.0  # between two looks at new steps, and between two lines about them
 _NOTHING = "nothing was ended"
 _SHOWN_PLACES = 5  # AWS has dozens of regions
-
-
-def register(app: typer.Typer) -> None:
-    app.command()(doctor)
-    app.command()(attach)
-    app.command()(down)
-    app.command(hidden=True)(node)
-    volume = typer.Typer(no_args_is_help=True, help="Keep a run's data on volumes that outlive it.")
-    volume.command("snapshot")(snapshot)
-    app.add_typer(volume, name="volume")
 
 
 def doctor(
@@ -92,11 +56,6 @@ def doctor(
     as_json: JsonOption = False,
 ) -> None:
     """Check this machine or the machines of a fleet."""
-    from packtrain.errors import EXIT_DONE, EXIT_MISTAKE, EXIT_UNFINISHED
-    from packtrain.fleet.doctor import examine
-    from packtrain.fleet.here import describe
-    from packtrain.store import default_store
-
     if fleet is None:
         here = describe(store or default_store(), create_store=store is not None)
         if as_json:
@@ -133,18 +92,9 @@ def _print_here(here: Here) -> None:
 
 def _target(fleet: str, store: str | None) -> tuple[FleetKind, str, Job | None]:
     """Return the fleet's settings, the store, and the job if there is one."""
-    from packtrain.errors import Mistake
-    from packtrain.job.kinds import FLEETS, kind_class
-    from packtrain.start import load
-    from packtrain.store import default_store
-
     place = store or default_store()
     word, _, hosts = fleet.partition(":")
     if word in FLEETS:
-        from pydantic import ValidationError
-
-        from packtrain.job.part import faults
-
         try:
             kind = kind_class(FLEETS, word).model_validate({"hosts": hosts.split(",")} if hosts else {})
             return kind, place, None
@@ -179,8 +129,6 @@ def attach(
     yes: YesOption = False,
 ) -> None:
     """Open a shell on a machine of a run. With tmux, it joins the session that shows the node's output."""
-    from packtrain.errors import Mistake
-
     run = find_run(store, name)
     if (result := run.result()) is not None:
         raise Mistake(f"{run.name} has already {result.status}; it has no machines to attach to")
@@ -194,9 +142,6 @@ def attach(
 
 def _place(run: Run, name: str | None, is_here: bool) -> str:
     """Return the machine that a shell opens on and, if it is this one, go to the directory of the run's node."""
-    import socket
-
-    from packtrain.run.liveness import node_directory
 
     latest = run.latest_generation()
     leases = {lease.node: lease for lease in run.leases()}
@@ -210,6 +155,10 @@ def _place(run: Run, name: str | None, is_here: bool) -> str:
     return f"{socket.gethostname()}, this machine, in {Path.cwd()}"
 
 
+volume = typer.Typer(no_args_is_help=True, help="Keep a run's data on volumes that outlive it.")
+
+
+@volume.command()
 def snapshot(
     name: RunArgument = None,
     machine: Annotated[
@@ -253,9 +202,6 @@ def down(
     as_json: JsonOption = False,
 ) -> None:
     """Terminate a run's machines now, and wait until they are gone. `packtrain resume` continues it."""
-    from packtrain.errors import Mistake, NotFound
-    from packtrain.store import StoreError
-
     if every_run:
         if name is not None or store is not None:
             raise Mistake("--all is for the runs of every store; omit RUN and --store")
@@ -271,9 +217,6 @@ def down(
 
 
 def _down_run(run: Run, yes: bool, as_json: bool) -> None:
-    from packtrain.fleet.down import take_down
-    from packtrain.fleet.fleet import silent
-
     def accept(kinds: Sequence[FleetKind]) -> None:
         _confirm_contact(run, kinds, "Contact them and end what this run has there?", yes)
 
@@ -291,8 +234,6 @@ def _down_run(run: Run, yes: bool, as_json: bool) -> None:
 
 def _fleet_of(run: Run, question: str, yes: bool) -> Fleet:
     """Return the fleet of a run, after the person has agreed to contact one that was not started from here."""
-    from packtrain.fleet import fleet_of, fleet_to_ask
-
     kind = run.job.fleet.kind
     if fleet_to_ask(run) is None:
         _confirm_contact(run, [kind], question, yes)
@@ -300,19 +241,12 @@ def _fleet_of(run: Run, question: str, yes: bool) -> Fleet:
 
 
 def _confirm_contact(run: Run, kinds: Sequence[FleetKind], question: str, yes: bool) -> None:
-    from packtrain.job.kinds import FLEETS, word_of
-
     lines = [f"  {word_of(FLEETS, kind)}: {kind.model_dump_json(exclude_defaults=True)}" for kind in kinds]
     reason = f"{run.name} was not started from here, and the store says how to reach its machines"
     confirm([f"{reason}:", *lines], question, reason, yes, _NOTHING)
 
 
 def _down_all(fleets: Sequence[str], expired: bool, dry_run: bool, yes: bool, as_json: bool) -> None:
-    from packtrain.errors import EXIT_DONE, EXIT_FAILED, Mistake
-    from packtrain.fleet.down import remove_found, take_inventory
-    from packtrain.fleet.fleet import silent
-    from packtrain.units import counted
-
     screen, inventory = console(), take_inventory(fleets)
     if not inventory.answered:
         raise Mistake("no provider could be asked: " + "; ".join(": ".join(one) for one in inventory.unanswered))
@@ -342,9 +276,6 @@ def _down_all(fleets: Sequence[str], expired: bool, dry_run: bool, yes: bool, as
 
 def _print_resources(resources: Sequence[Resource]) -> None:
     """Print the resources of each run under a line that says whose it is: a table of all would be too wide."""
-    from rich.table import Table
-
-    from packtrain.errors import harmless
 
     screen = console()
     for label in dict.fromkeys(resource.label for resource in resources):
@@ -360,62 +291,3 @@ def _print_resources(resources: Sequence[Resource]) -> None:
         for resource in own:
             table.add_row(*map(harmless, ("", resource.place, resource.kind, resource.name)))
         screen.print(table)
-
-
-def node(
-    name: Annotated[str, typer.Argument(metavar="RUN", help="The run to take part in.")],
-    store: StoreOption = None,
-    store_id: StoreIdOption = None,
-    address: AddressOption = None,
-    interface: InterfaceOption = None,
-    workers: WorkersOption = None,
-    power_off: PowerOffOption = False,
-    code: CodeOption = None,
-    identity: IdentityOption = None,
-    trust_code: TrustOption = False,
-) -> None:
-    """Take part in a run on this machine until it ends. Fleets run this command; you can also run it yourself."""
-    from packtrain.fleet import fleet_of
-    from packtrain.node.main import NodeOptions, take_part
-    from packtrain.report import write_report
-    from packtrain.run.run import Run
-
-    run = Run(find_store(store, store_id), name)
-    options = NodeOptions(address, interface, workers, power_off, code, identity)
-
-    def notices() -> Sequence[NoticeSource]:
-        return fleet_of(run.job.fleet.kind).notices()
-
-    sys.exit(take_part(run, options, trusting(trust_code), notices, _steps_printed, write_report))
-
-
-@contextmanager
-def _steps_printed(run: Run, node: Node) -> Iterator[None]:
-    """Print the steps and scores of a recipe's run if this is its first node, as `packtrain logs -f` does."""
-    from packtrain.cli.follow import StepLines
-    from packtrain.store import StoreError
-    from packtrain.store.records import DamagedRecord
-    from packtrain.system import Task, say
-
-    over = threading.Event()
-
-    def follow() -> None:
-        lines, points, is_last = StepLines(run.job, _STEP_SECONDS), None, False
-        while True:
-            with suppress(StoreError, DamagedRecord):  # the node itself complains about its store
-                if node.leads is False:
-                    points = None  # another node prints them
-                else:
-                    points = points or run.points().skip()
-                    for _, line in lines.lines(points.read()):
-                        say(line.replace("\n", "\\n"))
-            if is_last:
-                return
-            is_last = over.wait(_LOOK_SECONDS)
-
-    following = Task(follow if run.job.recipe is not None else lambda: None, "steps")
-    try:
-        yield
-    finally:
-        over.set()
-        following.wait(_LOOK_SECONDS)  # the machine must not wait for a store that is away

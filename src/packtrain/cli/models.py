@@ -1,41 +1,43 @@
-"""Commands that use a trained model: predict."""
+"""Commands that use a trained model: predict, export."""
 
 from __future__ import annotations
 
 import os
 import sys
+import tempfile
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from itertools import chain
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, NamedTuple, TextIO
+from shlex import quote
+from typing import Annotated, NamedTuple, TextIO
 
 import typer
 
-from packtrain.cli.common import (
-    CheckpointOption,
-    JsonOption,
-    StoreOption,
-    TrustOption,
-    console,
-    find_run,
-    print_json_list,
-    trusting,
-)
+from packtrain.cli.common import CheckpointOption, JsonOption, StoreOption, TrustOption, find_run, trusting
+from packtrain.cli.output import print_json, print_json_list
+from packtrain.cli.screen import CopyBars, ProgressBars, console
 from packtrain.errors import Mistake, harmless
-
-if TYPE_CHECKING:
-    from packtrain.export.predict import DecodeOptions, Predicted, Predictor
-    from packtrain.recipes import Prediction
+from packtrain.export.deliver import deliver, destination_of, untracked
+from packtrain.export.export import ExportOptions, export_run
+from packtrain.export.model import ExportedModel
+from packtrain.export.predict import (
+    MAX_CHARACTERS,
+    DecodeOptions,
+    Predicted,
+    Predictor,
+    is_folder,
+    load_predictor,
+    open_model,
+)
+from packtrain.recipes import Prediction
+from packtrain.run.checkpoint import choice_of
+from packtrain.units import show_bytes
 
 _MAX_FILES = 1_000_000  # in folders of images: more is probably the wrong folder
 _SHOWN_SKIPPED = 10
 _MAX_TURNS = 100  # of a conversation that are kept; no recipe reads that many
-
-
-def register(app: typer.Typer) -> None:
-    app.command()(predict)
 
 
 def predict(
@@ -111,8 +113,6 @@ def predict(
 
     It translates text, replies to a prompt, or classifies or captions images.
     """
-    from packtrain.export.predict import DecodeOptions
-
     options = DecodeOptions(beam, nucleus, temperature, repetition, seed, n_best)
     if chat and (inputs or file or as_json or attention_maps):
         raise Mistake("--chat: reads standard input; remove the inputs, --file, --json and --attention-maps")
@@ -131,9 +131,6 @@ def predict(
 
 
 def _predictor(name: str, store: str | None, checkpoint: str | None, trust_code: bool) -> Predictor:
-    from packtrain.export.predict import is_folder, load_predictor, open_model
-    from packtrain.run.checkpoint import choice_of
-
     if not is_folder(name):
         choice = choice_of(checkpoint)
         return load_predictor(find_run(store, name), choice, accept=trusting(trust_code))
@@ -141,9 +138,6 @@ def _predictor(name: str, store: str | None, checkpoint: str | None, trust_code:
         if value:
             raise Mistake(f"{option}: only for runs; {name} is a folder")
     return open_model(Path(name))
-
-
-# Inputs.
 
 
 @dataclass(frozen=True)
@@ -205,17 +199,12 @@ def _lines_of(file: Path) -> Iterator[str]:
 
 def _lines(stream: TextIO) -> Iterator[str]:
     """Yield the lines of a stream. Invalid UTF-8 passes, so that the error can name the input's number."""
-    from packtrain.export.predict import MAX_CHARACTERS
-
     stream.reconfigure(errors="surrogateescape", newline="\n")  # type: ignore[attr-defined]
     while line := stream.readline(MAX_CHARACTERS):
         rest = line
         while rest and not rest.endswith("\n"):  # a line that is too long is refused by its number like any other
             rest = stream.readline(MAX_CHARACTERS)
         yield line.rstrip("\r\n")
-
-
-# Outputs.
 
 
 class _Row(NamedTuple):
@@ -249,7 +238,6 @@ def _progress(count: int | None) -> Iterator[Callable[[int], None]]:
     if not sys.stderr.isatty() or sys.stdout.isatty() or count == 1:
         yield lambda _: None
         return
-    from packtrain.cli.packs import ProgressBars
 
     with ProgressBars(console(sys.stderr)).track("predicting", count) as advance:
         yield advance
@@ -335,3 +323,78 @@ def _write_maps(folder: Path, part: Sequence[Predicted]) -> list[Path | None]:
     except OSError as error:
         raise Mistake(f"--attention-maps {folder}: cannot write: {error.strerror}") from error
     return paths
+
+
+def export(
+    name: Annotated[str, typer.Argument(metavar="RUN", help="Name of a run, or of a job for its newest run.")],
+    output: Annotated[
+        Path | None, typer.Option("--output", "-o", metavar="DIR", help="The folder to write. Default: model.")
+    ] = None,
+    store: StoreOption = None,
+    checkpoint: Annotated[
+        str,
+        typer.Option("--checkpoint", metavar="best|last|STEP", help="Checkpoint, by score, age or step."),
+    ] = "best",
+    average: Annotated[
+        int,
+        typer.Option("--average", metavar="N", min=1, max=100, help="Average the weights of that many checkpoints."),
+    ] = 1,
+    form: Annotated[
+        str | None,
+        typer.Option("--format", metavar="ctranslate2|onnx", help="Default: the fastest that the recipe has."),
+    ] = None,
+    int8: Annotated[bool, typer.Option("--int8", help="Quantize the weights: smaller, and faster on CPUs.")] = False,
+    tolerance: Annotated[
+        float | None,
+        typer.Option(
+            "--tolerance",
+            metavar="NUMBER",
+            min=0.0,
+            help="Largest allowed drop in score against torch. Default: the recipe's.",
+        ),
+    ] = None,
+    samples: Annotated[
+        int,
+        typer.Option("--samples", metavar="N", min=1, help="Maximum validation samples for the comparison."),
+    ] = 1000,
+    license_name: Annotated[
+        str | None, typer.Option("--license", metavar="NAME", help="For the model card, such as apache-2.0.")
+    ] = None,
+    to: Annotated[
+        str | None,
+        typer.Option("--to", metavar="PLACE", help="Deliver it: user@board:dir, s3://bucket/prefix or a folder."),
+    ] = None,
+    replace: Annotated[bool, typer.Option("--replace", help="Replace the model of another run in the folder.")] = False,
+    trust_code: TrustOption = False,
+    as_json: JsonOption = False,
+) -> None:
+    """Write the model of a run for machines without torch."""
+    options = ExportOptions(
+        choice_of(checkpoint), average, form, "int8" if int8 else "fp32", tolerance, samples, license_name, replace
+    )
+    if to is not None:
+        destination_of(to)  # refuses a wrong place before the work
+    run, screen = find_run(store, name), console()
+    say = (lambda _: None) if as_json else screen.say
+    with tempfile.TemporaryDirectory(prefix="packtrain-export-") as scratch:
+        # Only a copy is wanted where it is delivered, unless a folder is asked for as well.
+        folder = output or (Path("model") if to is None else Path(scratch, "model"))
+        model = export_run(run, folder, options, say, trusting(trust_code))
+        if to is not None:
+            deliver(folder, to, say, untracked if as_json else CopyBars(screen).track)
+            say(f"Delivered to {to}")
+        if as_json:
+            print_json({"folder": None if to and not output else str(folder), "to": to, **asdict(model.manifest)})
+            return
+        if to is None or output is not None:
+            _say_written(folder, model, run.job.has_own_code)
+
+
+def _say_written(folder: Path, model: ExportedModel, has_own_code: bool) -> None:
+    screen, size = console(), sum(file.bytes for file in model.manifest.files)
+    screen.say("Wrote ", (str(folder), "bold"), f" ({show_bytes(size)})")
+    if has_own_code:
+        screen.say(f"  inputs and outputs of model.onnx: {folder / 'README.md'}")
+        return
+    screen.say(f"  try it: packtrain predict {quote(str(folder))}")
+    screen.say(f"  serve it: packtrain serve {quote(str(folder))}")

@@ -1,22 +1,36 @@
-"""Commands that carry Packtrain to other machines: image, bundle, unit."""
+"""Commands that carry Packtrain to other machines: image, bundle."""
 
 from __future__ import annotations
 
 import platform as this_machine
 from pathlib import Path, PurePosixPath
-from typing import TYPE_CHECKING, Annotated
+from typing import Annotated
 
 import typer
+import yaml
 
-from packtrain.cli.common import DropsOption, JobArgument, SetOption, console, run_in
-
-if TYPE_CHECKING:
-    from packtrain.fleet.bundle import BundleWriter
-    from packtrain.fleet.image import ImageBuilder, ImageRequest
-    from packtrain.fleet.wheels import WheelTarget
-    from packtrain.run.run import Run
-    from packtrain.start import PreparedJob
-    from packtrain.store import Store
+from packtrain.cli.common import DropsOption, JobArgument, SetOption, run_in
+from packtrain.cli.screen import ProgressBars, console
+from packtrain.errors import Mistake, nearest, quoted
+from packtrain.fleet.bundle import BundleWriter, add_pack, add_run, add_wheels, new_bundle
+from packtrain.fleet.image import (
+    PLATFORMS,
+    ImageBuilder,
+    ImageRequest,
+    check_name,
+    command_to_build,
+    default_name,
+    find_builder,
+    scratch,
+    write_context,
+)
+from packtrain.fleet.wheels import WheelTarget, download
+from packtrain.identity import identity
+from packtrain.run.code import files_of
+from packtrain.run.run import Run
+from packtrain.start import PreparedJob, load, prepare
+from packtrain.store import Store, open_store
+from packtrain.units import show_bytes
 
 NameArgument = Annotated[
     str | None, typer.Argument(metavar="NAME:TAG", help="Name of the image. Default: packtrain and its version.")
@@ -59,12 +73,6 @@ TakeRunOption = Annotated[
 ]
 
 
-def register(app: typer.Typer) -> None:
-    app.command()(image)
-    app.command()(bundle)
-    app.command()(unit)
-
-
 def image(
     name: NameArgument = None,
     variant: VariantOption = "cpu",
@@ -82,9 +90,6 @@ def image(
 
     It contains no job and no model, so one image serves all.
     """
-    from packtrain.errors import Mistake
-    from packtrain.fleet.image import ImageRequest, check_name, default_name, find_builder
-
     _check_requirements(requirements)
     if write is not None and any(option is not None for option in (load, save, push)):
         raise Mistake("--write only writes; omit --load, --save and --push")
@@ -111,9 +116,6 @@ def image(
 
 
 def _write(request: ImageRequest, directory: Path, builder: str | None) -> None:
-    from packtrain.errors import Mistake
-    from packtrain.fleet.image import command_to_build, find_builder, write_context
-
     base = request.base_image
     try:
         base = find_builder(builder, _print_line).pin(base, request.platform)
@@ -129,8 +131,6 @@ def _write(request: ImageRequest, directory: Path, builder: str | None) -> None:
 
 
 def _build(request: ImageRequest, name: str, builder: ImageBuilder) -> None:
-    from packtrain.fleet.image import scratch, write_context
-
     base = builder.pin(request.base_image, request.platform)
     _print_line(f"base image {base}")
     with scratch() as directory:
@@ -142,8 +142,6 @@ def _build(request: ImageRequest, name: str, builder: ImageBuilder) -> None:
 
 
 def _check_requirements(path: Path | None) -> None:
-    from packtrain.errors import Mistake
-
     if path is not None and not path.is_file():
         raise Mistake(f"--requirements: there is no file {path}")
 
@@ -160,16 +158,6 @@ def bundle(
     allow_drops: DropsOption = False,
 ) -> None:
     """Bundle a job with its wheels, code and pack, for offline use."""
-    from packtrain.cli.packs import ProgressBars
-    from packtrain.errors import Mistake
-    from packtrain.fleet.bundle import add_wheels, new_bundle
-    from packtrain.fleet.image import scratch
-    from packtrain.fleet.wheels import download
-    from packtrain.identity import identity
-    from packtrain.start import load, prepare
-    from packtrain.store import open_store
-    from packtrain.units import show_bytes
-
     _check_requirements(requirements)
     target = _wheel_target(variant, platform, python)
     loaded, screen = load(job, overrides or (), allow_drops), console()
@@ -190,10 +178,6 @@ def bundle(
 
 
 def _wheel_target(variant: str, platform: str | None, python: str | None) -> WheelTarget:
-    from packtrain.errors import Mistake, nearest, quoted
-    from packtrain.fleet.image import PLATFORMS
-    from packtrain.fleet.wheels import WheelTarget
-
     if platform is not None and platform not in PLATFORMS:
         raise Mistake(f"--platform {quoted(platform)}: {nearest(platform, PLATFORMS)}")
     if variant not in ("cpu", "cuda"):
@@ -204,8 +188,6 @@ def _wheel_target(variant: str, platform: str | None, python: str | None) -> Whe
 
 def _add_data(writer: BundleWriter, prepared: PreparedJob, store: Store, taken: Run | None) -> None:
     """Add the files that the model options name, the pack, and the run to resume."""
-    from packtrain.fleet.bundle import add_pack, add_run
-
     for key in prepared.files:
         writer.add_object(store, key, PurePosixPath(key).name)
     if prepared.pack is not None:
@@ -218,10 +200,6 @@ def _add_data(writer: BundleWriter, prepared: PreparedJob, store: Store, taken: 
 
 def _add_job(writer: BundleWriter, prepared: PreparedJob, code: str | None) -> None:
     """Add the job file, with the code where the file looks for it."""
-    import yaml
-
-    from packtrain.run.code import files_of
-
     note = "# As bundled: with what --set changed, and the pack that the store beside it has.\n"
     text = note + yaml.safe_dump(prepared.document, sort_keys=False, allow_unicode=True)
     for one in files_of(prepared.code.archive) if code is not None else ():
@@ -233,24 +211,3 @@ def _add_job(writer: BundleWriter, prepared: PreparedJob, code: str | None) -> N
 
 def _print_line(text: str) -> None:
     console().say(f"  {text}")
-
-
-def unit(
-    model: Annotated[Path, typer.Argument(metavar="MODEL", help="Folder of an exported model on this machine.")],
-    name: Annotated[
-        str | None,
-        typer.Option("--name", metavar="NAME", help="Name of the unit, packtrain-NAME. Default: the folder's name."),
-    ] = None,
-    host: Annotated[
-        str, typer.Option("--host", metavar="ADDRESS", help="Address to listen on; other than loopback needs a token.")
-    ] = "127.0.0.1",
-    port: Annotated[int, typer.Option("--port", metavar="PORT", min=1, max=65535, help="Port to listen on.")] = 8000,
-    token_file: Annotated[
-        Path | None, typer.Option("--token-file", metavar="FILE", help="File with the clients' token.")
-    ] = None,
-) -> None:
-    """Print a systemd unit that serves a model on this machine."""
-    from packtrain.export.unit import UnitRequest
-    from packtrain.export.unit import unit as unit_of
-
-    print(unit_of(UnitRequest(model, name, host, port, token_file)), end="")

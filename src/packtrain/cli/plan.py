@@ -5,22 +5,25 @@ from __future__ import annotations
 import re
 import sys
 from dataclasses import asdict
-from typing import TYPE_CHECKING, Annotated
+from typing import Annotated
 
 import typer
+from rich.table import Table
+from rich.text import Text
 
-from packtrain.cli.common import JobArgument, JsonOption, SetOption, console, print_json
-
-if TYPE_CHECKING:
-    from packtrain.plan.estimate import Estimate
-    from packtrain.plan.plan import Plan
+from packtrain.cli.common import JobArgument, JsonOption, SetOption
+from packtrain.cli.output import print_json
+from packtrain.cli.screen import console
+from packtrain.errors import Mistake
+from packtrain.plan.estimate import Estimate, show_parameters, show_step
+from packtrain.plan.plan import Plan, PlanRequest, make_plan
+from packtrain.start import load
+from packtrain.units import counted, show_bytes, show_count, show_dollars, show_seconds, show_speed
 
 _MAX_COUNTS = 20
 _LINK = re.compile(r"([0-9.]+)\s*([kMGT]?)bit/s")
-
-
-def register(app: typer.Typer) -> None:
-    app.command()(plan)
+# Less important for the choice: below the others where they do not fit beside them.
+_DETAILS = ("memory", "sent", "needs", "loads")
 
 
 def plan(
@@ -52,10 +55,6 @@ def plan(
     as_json: JsonOption = False,
 ) -> None:
     """Estimate what a run will take: time, money, memory and network."""
-    from packtrain.errors import Mistake
-    from packtrain.plan.plan import PlanRequest, make_plan
-    from packtrain.start import load
-
     if probe and device is not None:
         raise Mistake("--probe measures the machines, and --device replaces them; use one of them")
     request = PlanRequest(_counts(machines), samples, length, probe, device, _link_speed(link))
@@ -69,8 +68,6 @@ def plan(
 
 
 def _counts(text: str | None) -> tuple[int, ...]:
-    from packtrain.errors import Mistake
-
     if text is None:
         return ()
     words = [word.strip() for word in text.split(",")]
@@ -81,8 +78,6 @@ def _counts(text: str | None) -> tuple[int, ...]:
 
 def _link_speed(text: str | None) -> float | None:
     """Return a speed in bytes per second."""
-    from packtrain.errors import Mistake
-
     if text is None:
         return None
     match = _LINK.fullmatch(text.strip())
@@ -96,9 +91,6 @@ def _link_speed(text: str | None) -> float | None:
 
 
 def _print(made: Plan) -> None:
-    from packtrain.plan.estimate import show_parameters
-    from packtrain.units import show_bytes, show_count
-
     work, goal, screen = made.workload, made.goal, console()
     about = "about " if not work.exact else ""
     batches = list(dict.fromkeys(phase.batch for phase in goal.phases))
@@ -126,10 +118,6 @@ def _print(made: Plan) -> None:
     _print_advice(made)
 
 
-# Less important for the choice: below the others where they do not fit beside them.
-_DETAILS = ("memory", "sent", "needs", "loads")
-
-
 def _print_table(made: Plan) -> None:
     columns = _columns(made)
     screen = console()
@@ -145,9 +133,6 @@ def _print_table(made: Plan) -> None:
 
 def _columns(made: Plan) -> dict[str, list[str]]:
     """Return the cells of each column that says something about this job."""
-    from packtrain.plan.estimate import show_step
-    from packtrain.units import show_bytes, show_dollars, show_seconds, show_speed
-
     all_of = made.estimates
     columns: dict[str, list[str]] = {
         "machines": [f"{one.machines} x {one.workers // one.machines}" for one in all_of],
@@ -166,9 +151,6 @@ def _columns(made: Plan) -> dict[str, list[str]]:
 
 
 def _print_columns(made: Plan, columns: dict[str, list[str]]) -> None:
-    from rich.table import Table
-    from rich.text import Text
-
     table = Table(box=None, pad_edge=False, header_style="dim")
     for name in columns:
         table.add_column(name, justify="left" if name == "limit" else "right", no_wrap=True)
@@ -180,8 +162,6 @@ def _print_columns(made: Plan, columns: dict[str, list[str]]) -> None:
 
 
 def _print_advice(made: Plan) -> None:
-    from packtrain.units import counted, show_bytes, show_dollars, show_seconds
-
     screen, by_count = console(), {one.machines: one for one in made.estimates}
     goal = made.goal
     limits = [f"{goal.budget_hours:g} hours"] if goal.budget_hours else []

@@ -1,17 +1,18 @@
-"""Commands that read a run or stop it: ls, show, follow, logs, stop, report, mirror."""
+"""Commands that watch a run or stop it: ls, show, follow, logs, stop."""
 
 from __future__ import annotations
 
-import signal
 import sys
 import time
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict
 from heapq import merge
-from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import Annotated
 
 import typer
+from rich.cells import cell_len
+from rich.text import Text
 
 from packtrain.cli.common import (
     STATE_STYLES,
@@ -19,32 +20,35 @@ from packtrain.cli.common import (
     QuietOption,
     RunArgument,
     StoreOption,
-    TrustOption,
     YesOption,
     confirm,
-    console,
     existing_store,
     find_run,
-    find_store,
     hints,
-    print_json,
-    run_in,
-    trusting,
-    write_output,
 )
-from packtrain.units import counted, parse_moment
+from packtrain.cli.follow import StepLines, print_summary
+from packtrain.cli.follow import follow as follow_run
+from packtrain.cli.output import print_json
+from packtrain.cli.screen import console
+from packtrain.cli.watch import watch
+from packtrain.errors import EXIT_DONE, EXIT_FAILED, Mistake, NotFound, PacktrainError, harmless, nearest
+from packtrain.fleet import fleet_to_ask, release, request_stop
+from packtrain.report.summary import About, Overview, about, is_started_here, overview, summarize
+from packtrain.run.liveness import (
+    EXIT_CODES,
+    LEASE_LOST_SECONDS,
+    State,
+    attempt,
+    finish_unattended,
+    state_of,
+    states_now,
+)
+from packtrain.run.outputs import output_sizes
+from packtrain.run.run import Run, run_names
+from packtrain.units import counted, parse_moment, show_dollars, show_seconds, show_time
 
-if TYPE_CHECKING:
-    from collections.abc import Callable, Mapping, Sequence
-
-    from packtrain.errors import PacktrainError
-    from packtrain.report.summary import About, Overview
-    from packtrain.report.sweep import SweepTable
-    from packtrain.run.liveness import State
-    from packtrain.run.run import Run
-
-    Listed = tuple[Overview, About, str | None]  # and the place in the fleet's queue
-    Filter = Callable[[State, About | None], bool]
+Listed = tuple[Overview, About, str | None]  # and the place in the fleet's queue
+Filter = Callable[[State, About | None], bool]
 
 _STOP_POLL_SECONDS = 1.0
 _COLUMNS = ("run", "state", "started", "queue", "step", "loss", "score", "time", "cost", "tags", "set", "job")
@@ -52,21 +56,10 @@ _COLUMNS = ("run", "state", "started", "queue", "step", "loss", "score", "time",
 _LEFT_OUT = ("loss", "job", "tags", "set", "time", "cost", "step", "queue", "score", "started")
 _LEAST_JOB = 12
 _MAX_SET = 40  # characters of what `--set` changed
-_REPORTED = "Run, job or sweep; a job stands for its newest run. Default: the newest run."
 _READERS = 16  # threads: a store is slow to answer one request, but answers many at the same time
 
 
-def register(app: typer.Typer) -> None:
-    app.command("ls")(list_runs)
-    app.command()(show)
-    app.command()(follow)
-    app.command()(logs)
-    app.command()(stop)
-    app.command()(report)
-    app.command(hidden=True)(mirror)
-
-
-def list_runs(
+def ls(
     store: StoreOption = None,
     states: Annotated[
         list[str] | None, typer.Option("--state", metavar="STATE", help="Only runs in this state; repeatable.")
@@ -82,10 +75,6 @@ def list_runs(
     as_json: JsonOption = False,
 ) -> None:
     """List the runs in a store, newest first."""
-    from packtrain.errors import EXIT_DONE, EXIT_FAILED, PacktrainError
-    from packtrain.run.liveness import attempt, states_now
-    from packtrain.run.run import Run, run_names
-
     wanted = _filter(states or (), job, tags or (), since)
     found = existing_store(store)
     runs = [Run(found, name) for name in reversed(run_names(found))]
@@ -106,8 +95,6 @@ def list_runs(
 
 def _filter(states: Sequence[str], job: str | None, tags: Sequence[str], since: str | None) -> Filter:
     """Return what decides, from its state and then from what is about it, if a run is listed."""
-    from packtrain.errors import Mistake, nearest
-
     unknown = next((state for state in states if state not in STATE_STYLES), None)
     if unknown is not None:
         raise Mistake(f"--state {unknown}: no such state; {nearest(unknown, STATE_STYLES)}")
@@ -126,8 +113,6 @@ def _filter(states: Sequence[str], job: str | None, tags: Sequence[str], since: 
 
 
 def _as_json(run: Run, answer: Listed | PacktrainError) -> dict[str, object]:
-    from packtrain.errors import PacktrainError
-
     if isinstance(answer, PacktrainError):
         return {"run": run.name, "state": "?", "reason": str(answer)}
     overview, about, queue = answer
@@ -136,11 +121,6 @@ def _as_json(run: Run, answer: Listed | PacktrainError) -> dict[str, object]:
 
 def _print_list(rows: Sequence[tuple[Run, Listed | PacktrainError]]) -> None:
     """Print one line for each run. A terminal that is too narrow for all columns gets those that matter most."""
-    from rich.cells import cell_len
-    from rich.text import Text
-
-    from packtrain.errors import PacktrainError
-
     screen, differing = console(), _differing_overrides([answer[1] for _, answer in rows if isinstance(answer, tuple)])
     cells = [dict.fromkeys(_COLUMNS, "") | _cells(run, answer, differing) for run, answer in rows]
     widths = {name: max(cell_len(one[name]) for one in cells) for name in _COLUMNS}
@@ -165,8 +145,8 @@ def _differing_overrides(listed: Sequence[About]) -> dict[str, str]:
     """Return the names of fields that `--set` changed in some runs of a job but not in all of them, each with the name
     to show: the last part if that is clear."""
     by_job: dict[str, list[frozenset[str]]] = {}
-    for about in listed:
-        by_job.setdefault(about.job, []).append(frozenset(about.overrides))
+    for run_about in listed:
+        by_job.setdefault(run_about.job, []).append(frozenset(run_about.overrides))
     fields = {
         override.partition("=")[0]
         for runs in by_job.values()
@@ -178,9 +158,6 @@ def _differing_overrides(listed: Sequence[About]) -> dict[str, str]:
 
 
 def _cells(run: Run, answer: Listed | PacktrainError, differing: Mapping[str, str]) -> dict[str, str]:
-    from packtrain.errors import PacktrainError, harmless
-    from packtrain.units import show_seconds, show_time
-
     if isinstance(answer, PacktrainError):
         return {"run": run.name, "state": "?", "job": str(answer)}
     one, about, queue = answer
@@ -218,8 +195,6 @@ def fitting(widths: Mapping[str, int], width: int) -> list[str]:
 
 def _cost(one: Overview) -> str:
     """Return the dollars so far and expected: `$3.42 of $12.40`."""
-    from packtrain.units import show_dollars
-
     if one.cost is None:
         return ""
     expected = "" if one.cost.expected is None else f" of {show_dollars(one.cost.expected)}"
@@ -228,10 +203,6 @@ def _cost(one: Overview) -> str:
 
 def _listed(run: Run, state: State | PacktrainError, wanted: Filter) -> Listed | None:
     """Return what the list shows of a run; None if it is not wanted. Raise the error that keeps it from being read."""
-    from packtrain.errors import PacktrainError
-    from packtrain.fleet import fleet_to_ask
-    from packtrain.report.summary import about, overview
-
     if isinstance(state, PacktrainError):
         raise state
     # The state alone first: it costs no request.
@@ -250,18 +221,10 @@ def show(
     ] = False,
 ) -> None:
     """Show the state, scores, time and machines of a run."""
-    from packtrain.cli.follow import print_summary
-    from packtrain.errors import Mistake
-    from packtrain.report.summary import about, summarize
-    from packtrain.run.liveness import EXIT_CODES, state_of
-    from packtrain.run.outputs import output_sizes
-
     if live and as_json:
         raise Mistake("--watch and --json exclude each other; use one of them")
     run = find_run(store, name)
     if live:
-        from packtrain.cli.watch import watch
-
         sys.exit(watch(run))
     summary = summarize(run, state_of(run))
     events = sorted(run.events().read(), key=lambda event: event.time)
@@ -277,8 +240,6 @@ def show(
 
 def follow(name: RunArgument = None, store: StoreOption = None, quiet: QuietOption = False) -> None:
     """Follow a run until it ends, as `packtrain run` does. Ctrl-C detaches; the run keeps running."""
-    from packtrain.cli.follow import follow as follow_run
-
     sys.exit(follow_run(find_run(store, name), [], foreground=False, quiet=quiet))
 
 
@@ -304,8 +265,6 @@ def logs(
 
 def _check_rank(run: Run, rank: int | None, count: int) -> None:
     """Refuse a rank that is not below the number of ranks; zero if that is not known."""
-    from packtrain.errors import NotFound
-
     if rank is not None and count and rank >= count:
         known = "only rank 0" if count == 1 else f"ranks 0 to {count - 1}"
         raise NotFound(f"{run.name} has no rank {rank}; it has {known}")
@@ -313,9 +272,6 @@ def _check_rank(run: Run, rank: int | None, count: int) -> None:
 
 def _print_logs(run: Run, keep: bool, rank: int | None) -> set[int | None]:
     """Print what the workers wrote, until the run ends if `keep`; return the ranks that wrote something."""
-    from packtrain.cli.follow import StepLines
-    from packtrain.run.liveness import LEASE_LOST_SECONDS
-
     reader, ranks = run.log_lines(), set[int | None]()
     points, steps = run.points().skip(), StepLines(run.job)
     ended_at: float | None = None
@@ -342,12 +298,6 @@ def _print_logs(run: Run, keep: bool, rank: int | None) -> set[int | None]:
 
 def stop(name: RunArgument = None, store: StoreOption = None, yes: YesOption = False) -> None:
     """Stop a run after its workers commit a checkpoint. `packtrain resume` continues from it."""
-    from rich.text import Text
-
-    from packtrain.fleet import release, request_stop
-    from packtrain.report.summary import is_started_here
-    from packtrain.run.liveness import finish_unattended
-
     run = find_run(store, name)
     result, screen = run.result(), console()
     if result is not None:
@@ -374,98 +324,3 @@ def stop(name: RunArgument = None, store: StoreOption = None, yes: YesOption = F
     release(run, screen.say)
     if result.status != "finished":
         screen.say_lines(hints(run, "resume"))
-
-
-def report(
-    name: Annotated[str | None, typer.Argument(metavar="RUN|SWEEP", help=_REPORTED)] = None,
-    store: StoreOption = None,
-    as_markdown: Annotated[bool, typer.Option("--markdown", help="Print Markdown.")] = False,
-    as_json: JsonOption = False,
-    output: Annotated[
-        Path | None, typer.Option("-o", "--output", metavar="FILE", help="Write to this file instead of the store.")
-    ] = None,
-) -> None:
-    """Report the results, speed and problems of a run or sweep.
-
-    The page is stored with the run or sweep. It is also written when that ends.
-    """
-    from packtrain.errors import Mistake
-    from packtrain.report import write_report
-    from packtrain.report.sweep import find_sweep, sweep_table, write_sweep_report
-
-    if as_markdown and as_json:
-        raise Mistake("--markdown and --json: pass one of them")
-    form = "markdown" if as_markdown else "json" if as_json else "page"
-    found = find_store(store)
-    sweep = find_sweep(found, name)
-    if form == "page" and output is None:
-        table = None if sweep is None else sweep_table(found, sweep)
-        print(write_report(run_in(found, name)) if table is None else write_sweep_report(found, table))
-        return
-    text = _run_text(run_in(found, name), form) if sweep is None else _sweep_text(sweep_table(found, sweep), form)
-    if output is None:
-        print(text, end="")
-    else:
-        write_output(output, text)
-        print(output)
-
-
-def _run_text(run: Run, form: str) -> str:
-    from packtrain.cli.common import json_text
-    from packtrain.report import report_json, report_page
-    from packtrain.report.evidence import gather
-    from packtrain.report.findings import findings_of
-    from packtrain.report.markdown import markdown
-
-    if form == "page":
-        return report_page(run)
-    evidence = gather(run)
-    if form == "markdown":
-        return markdown(evidence, findings_of(evidence))
-    return json_text(report_json(evidence)) + "\n"
-
-
-def _sweep_text(table: SweepTable, form: str) -> str:
-    from packtrain.cli.common import json_text
-    from packtrain.report.sweep import as_json, sweep_markdown, sweep_page
-
-    if form == "page":
-        return sweep_page(table)
-    return sweep_markdown(table) if form == "markdown" else json_text(as_json(table)) + "\n"
-
-
-def mirror(
-    name: RunArgument = None,
-    store: StoreOption = None,
-    uri: Annotated[
-        str | None, typer.Option("--mlflow", metavar="URI", help="Tracking server or directory. Default: from the job.")
-    ] = None,
-    trust_code: TrustOption = False,
-    node: Annotated[str | None, typer.Option(hidden=True)] = None,
-    store_id: Annotated[str | None, typer.Option(hidden=True)] = None,
-) -> None:
-    """Mirror a run to MLflow until it ends. The first machine does this if the job asks for it."""
-    from packtrain.errors import EXIT_DONE, EXIT_FAILED, Mistake
-    from packtrain.job.part import tracking_fault
-    from packtrain.report.mirror import follow, follow_as_node
-    from packtrain.run.trust import require_trust
-    from packtrain.system import end_with_parent
-
-    run = run_in(find_store(store, store_id), name)
-    if uri is None:
-        uri = run.job.report.mlflow
-        if uri is None:
-            raise Mistake(f"{run.name} does not say where MLflow is; pass --mlflow URI")
-        # Whoever writes the store could send this person's keys for MLflow elsewhere.
-        require_trust(run, trusting(trust_code))
-    elif (fault := tracking_fault(uri)) is not None:
-        raise Mistake(f"--mlflow: {fault}")
-    if node is not None:
-        end_with_parent(signal.SIGKILL)
-        follow_as_node(run, uri, node)
-        return
-    screen = console()
-    done = follow(run, uri, lambda text: screen.say(f"warning: {text}"))
-    if done:
-        screen.say(f"{run.name} is in MLflow")
-    sys.exit(EXIT_DONE if done else EXIT_FAILED)

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from packtrain.cli.common import json_text
+from packtrain.cli.output import json_text
 
 if TYPE_CHECKING:
     from packtrain.job.schema import Schema
@@ -16,10 +16,6 @@ if TYPE_CHECKING:
 # Beside the job file: it works offline, from any checkout, and the name of the folder keeps it out of the run's code.
 SCHEMA = Path(".packtrain/job.schema.json")
 EDITOR_LINE = f"# yaml-language-server: $schema={SCHEMA}\n"
-
-
-def register(app: typer.Typer) -> None:
-    app.command()(schema)
 
 
 def schema(

@@ -3,19 +3,34 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable
-from typing import TextIO
+import sys
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import AbstractContextManager, contextmanager
+from typing import TextIO, cast
 
 from rich.cells import cell_len
 from rich.console import Console, ConsoleOptions, RenderableType
+from rich.progress import (
+    BarColumn,
+    DownloadColumn,
+    MofNCompleteColumn,
+    Progress,
+    ProgressColumn,
+    Task,
+    TextColumn,
+    TimeElapsedColumn,
+    TimeRemainingColumn,
+    TransferSpeedColumn,
+)
 from rich.segment import Segment
 from rich.text import Text
 
-from packtrain.cli.common import ReaderGone
+from packtrain.cli.output import ReaderGone, SafeStream
 from packtrain.errors import harmless
+from packtrain.units import show_count
 
+Advance = Callable[[int], None]
 Part = str | tuple[str, str]  # a text, or a text and its style
-
 _GROUP, _WORD = re.compile(r"\S+(?: \S+)*"), re.compile(r"\S+")
 _LEAST_TEXT = 20  # columns beside a label, in however narrow a terminal
 
@@ -75,3 +90,53 @@ def line_starts(text: str, room: int) -> list[int]:
                 begin = word.start()
                 starts.append(begin)
     return starts
+
+
+def console(stream: TextIO | None = None) -> Screen:
+    """Return the screen of commands: standard output, unless another stream is given."""
+    stream = stream or sys.stdout
+    if isinstance(stream, SafeStream):
+        stream = cast("TextIO", type(stream)(stream.stream, escapes=False))
+    return Screen(stream)
+
+
+class _Rate(ProgressColumn):
+    def render(self, task: Task) -> Text:
+        speed = task.finished_speed or task.speed
+        return Text(f"{show_count(speed)}/s" if speed else "", style="cyan")
+
+
+@contextmanager
+def _bar(screen: Screen, label: str, total: int | None, *columns: ProgressColumn) -> Iterator[Advance]:
+    shown = (TextColumn("{task.description}", markup=False), BarColumn(), *columns, TimeRemainingColumn())
+    # `transient`: the bar disappears when it is done, and the line that is said then remains.
+    with Progress(*shown, console=screen, transient=True, disable=not screen.is_terminal) as bars:
+        task = bars.add_task(label, total=total)
+        yield lambda count: bars.advance(task, count)
+
+
+class ProgressBars:
+    """Progress with rate and time left; where there is no terminal, only the lines are printed."""
+
+    def __init__(self, screen: Screen) -> None:
+        self._screen = screen
+
+    def say(self, text: str) -> None:
+        style = "yellow" if text.startswith("warning") else "dim"
+        self._screen.say(("pack", style), f"  {text}")
+
+    def track(self, activity: str, total: int | None) -> AbstractContextManager[Advance]:
+        return _bar(self._screen, activity, total, MofNCompleteColumn(), _Rate(), TimeElapsedColumn())
+
+
+class CopyBars:
+    """A bar of bytes; where there is no terminal, only the lines are printed."""
+
+    def __init__(self, screen: Screen) -> None:
+        self._screen = screen
+
+    def say(self, text: str) -> None:
+        self._screen.say(f"  {text}")
+
+    def track(self, what: str, total_bytes: int) -> AbstractContextManager[Advance]:
+        return _bar(self._screen, what, total_bytes, DownloadColumn(), TransferSpeedColumn())

@@ -1,12 +1,17 @@
-"""Commands that keep a store tidy: rm, mv, tag, du, gc."""
+"""Commands for what a store holds: rm, mv, tag, du, gc, cp, get."""
 
 from __future__ import annotations
 
+import sys
 import time
+from collections.abc import Sequence
 from dataclasses import asdict, replace
-from typing import TYPE_CHECKING, Annotated
+from pathlib import Path
+from typing import Annotated
 
 import typer
+from rich.table import Table
+from rich.text import Text
 
 from packtrain.cli.common import (
     JsonOption,
@@ -14,24 +19,33 @@ from packtrain.cli.common import (
     StoreOption,
     YesOption,
     confirm,
-    console,
     existing_store,
     find_run,
-    print_json,
+    find_store,
+    hints,
     run_in,
 )
+from packtrain.cli.output import print_json
+from packtrain.cli.screen import CopyBars, console
 from packtrain.errors import Mistake, NotFound, harmless
-
-if TYPE_CHECKING:
-    from collections.abc import Sequence
-
-    from packtrain.housekeeping.garbage import Unused
-    from packtrain.run.run import Run
-    from packtrain.run.sweeps import Sweep
-    from packtrain.store import Store
+from packtrain.fleet.down import check_has_no_machines
+from packtrain.housekeeping import garbage
+from packtrain.housekeeping.copies import copy_pack, copy_run
+from packtrain.housekeeping.garbage import Unused
+from packtrain.housekeeping.removal import clear_sweep, is_half_removed, remove_run, remove_sweep, rename_run
+from packtrain.housekeeping.usage import OTHER, store_usage, usage_of
+from packtrain.job.part import is_name
+from packtrain.pack.manifest import pack_key
+from packtrain.report import write_report
+from packtrain.run.outputs import chosen, fetch_file, kept_files
+from packtrain.run.run import Run
+from packtrain.run.sweeps import Sweep
+from packtrain.store import Store, is_key, open_store, store_option
+from packtrain.sweep.drive import DriverSeat
+from packtrain.system import to_type
+from packtrain.units import counted, parse_seconds, show_bytes, show_seconds
 
 ForceOption = Annotated[bool, typer.Option("--force", help="Skip the check for machines that the run may still rent.")]
-
 _SHOWN = ("where", "kind", "name", "bytes", "age_seconds")
 _MAX_LISTED = 20
 _DIGEST = 12  # characters of a digest that are shown
@@ -41,14 +55,6 @@ _SEAT_POLL_SECONDS = 0.5
 _SEAT_SECONDS = 15.0  # longer than a driver that was killed on another machine is taken for alive
 
 
-def register(app: typer.Typer) -> None:
-    app.command()(rm)
-    app.command()(mv)
-    app.command()(tag)
-    app.command()(du)
-    app.command()(gc)
-
-
 def rm(
     names: Annotated[list[str], typer.Argument(metavar="RUN", help="Full names of runs, or of sweeps.")],
     store: StoreOption = None,
@@ -56,12 +62,6 @@ def rm(
     force: ForceOption = False,
 ) -> None:
     """Remove runs with their checkpoints, logs and metrics. Packs stay; see `packtrain gc`."""
-    from packtrain.fleet.down import check_has_no_machines
-    from packtrain.housekeeping.removal import remove_run
-    from packtrain.housekeeping.usage import usage_of
-    from packtrain.run.run import Run
-    from packtrain.units import counted, show_bytes
-
     found = existing_store(store)
     things = [_named(found, name) for name in dict.fromkeys(names)]
     runs = [one for one in things if isinstance(one, Run)]
@@ -86,11 +86,6 @@ def rm(
 
 def _named(store: Store, name: str) -> Run | Sweep:
     """Return the run or sweep of exactly that name: what is deleted is not looked for by half a name."""
-    from packtrain.housekeeping.removal import is_half_removed
-    from packtrain.job.part import is_name
-    from packtrain.run.run import Run
-    from packtrain.run.sweeps import Sweep
-
     if not is_name(name) or store.exists(Run(store, name).key("job.json")) or is_half_removed(store, name):
         return Run(store, name)
     if store.exists(Sweep(store, name).key("plan.json")):
@@ -101,10 +96,6 @@ def _named(store: Store, name: str) -> Run | Sweep:
 
 def _remove_sweep(sweep: Sweep, force: bool) -> list[str]:
     """Remove a sweep as its driver, so that nobody starts runs of it meanwhile; return the names of its runs."""
-    from packtrain.fleet.down import check_has_no_machines
-    from packtrain.housekeeping.removal import clear_sweep, remove_sweep
-    from packtrain.sweep.drive import DriverSeat
-
     seat, deadline = DriverSeat(sweep), time.monotonic() + _SEAT_SECONDS
     while not seat.take():
         if time.monotonic() > deadline:
@@ -126,10 +117,6 @@ def mv(
     force: ForceOption = False,
 ) -> None:
     """Rename a run that is not running. An interrupted rename continues."""
-    from packtrain.fleet.down import check_has_no_machines
-    from packtrain.housekeeping.removal import rename_run
-    from packtrain.report import write_report
-
     renamed = rename_run(existing_store(store), name, new_name, lambda run: check_has_no_machines(run, force))
     if renamed.store.exists(renamed.key("report.html")):
         write_report(renamed)  # it has the name of the run in many places
@@ -175,8 +162,6 @@ def du(
     as_json: JsonOption = False,
 ) -> None:
     """Show how much space runs and packs take in a store."""
-    from packtrain.housekeeping.usage import usage_of
-
     found = existing_store(store)
     if name is None:
         _show_store_usage(found, as_json)
@@ -193,12 +178,6 @@ def du(
 
 
 def _show_store_usage(store: Store, as_json: bool) -> None:
-    from rich.table import Table
-    from rich.text import Text
-
-    from packtrain.housekeeping.usage import OTHER, store_usage
-    from packtrain.units import show_bytes
-
     usage = store_usage(store)
     if as_json:
         runs = [{**asdict(run), "bytes": run.bytes} for run in usage.runs]
@@ -223,8 +202,6 @@ def _show_store_usage(store: Store, as_json: bool) -> None:
 
 
 def _print_sizes(rows: Sequence[tuple[str, int]]) -> None:
-    from packtrain.units import show_bytes
-
     console().say_lines(f"{show_bytes(size):>9}  {what}" for what, size in rows)
 
 
@@ -241,10 +218,6 @@ def gc(
     These are packs and files that no run uses, what interrupted commands left behind, and downloads that this machine
     can repeat.
     """
-    from packtrain.housekeeping import garbage
-    from packtrain.store import store_option
-    from packtrain.units import parse_seconds
-
     try:
         seconds = parse_seconds(older)
     except ValueError as error:
@@ -263,15 +236,11 @@ def gc(
     _print_unused(words, place.url, there)
     _print_unused(words, "the cache of this machine", here)
     if not delete and (there or here):
-        from packtrain.system import to_type
-
         again = to_type("gc", *store_option(place), *(["--older", older] if older != _OLDER else []), "--delete")
         screen.say(f"Nothing was deleted. To delete it: {again}")
 
 
 def _print_unused(words: str, where: str, found: Sequence[Unused]) -> None:
-    from packtrain.units import show_bytes, show_seconds
-
     screen = console()
     size = show_bytes(sum(one.bytes for one in found)) if found else "nothing"
     screen.say((f"{words}: {size}", "bold"), f" in {where}")
@@ -280,3 +249,77 @@ def _print_unused(words: str, where: str, found: Sequence[Unused]) -> None:
         screen.say(f"{show_bytes(one.bytes):>9}  {one.kind} {name}, {show_seconds(one.age_seconds)} old")
     if len(found) > _MAX_LISTED:
         screen.say(f"{'':>9}  and {len(found) - _MAX_LISTED:,} more; --json lists all")
+
+
+def cp(
+    source: Annotated[
+        str, typer.Argument(metavar="RUN|PACK", help="Name of a run, of a job for its newest run, or of a pack.")
+    ],
+    destination: Annotated[
+        str, typer.Argument(metavar="STORE", help="A directory, or s3://, gs:// or az://bucket/prefix.")
+    ],
+    store: StoreOption = None,
+) -> None:
+    """Copy a run with its pack, or a pack, to another store. An interrupted copy continues."""
+    screen, here = console(), find_store(store)
+    found = _find(here, source)
+    there = open_store(destination, create=True)
+    bars = CopyBars(screen)
+    name = found if isinstance(found, str) else found.name
+    try:
+        done = copy_pack(here, found, there, bars) if isinstance(found, str) else copy_run(found, there, bars)
+    except KeyboardInterrupt:
+        print(f"The copy of {name} is not complete; the same command continues it.", file=sys.stderr)
+        raise
+    if done.objects == 0:
+        screen.say((name, "bold"), f" is complete in {there.url}: nothing was left to copy")
+    else:
+        already = f"; {counted(done.present, 'object')} were there" if done.present else ""
+        copied = f"{counted(done.objects, 'object')}, {show_bytes(done.bytes)}{already}"
+        screen.say("Copied ", (name, "bold"), f" to {there.url}: {copied}")
+    if not isinstance(found, str):
+        screen.say_lines(hints(Run(there, name), "status", "resume"))
+
+
+def get(
+    name: Annotated[str, typer.Argument(metavar="RUN", help="Name of a run, or of a job for its newest run.")],
+    paths: Annotated[
+        list[str] | None,
+        typer.Argument(metavar="PATH", help="Files or folders, such as out/. Default: list them."),
+    ] = None,
+    directory: Annotated[
+        Path | None,
+        typer.Option("-o", "--output", metavar="DIR", help="Folder to write to. Default: one named after the run."),
+    ] = None,
+    store: StoreOption = None,
+) -> None:
+    """Download the outputs or the checkpoint of a run."""
+    run, screen = find_run(store, name), console()
+    files = kept_files(run)
+    if not paths:
+        width = max(map(len, files), default=0)
+        screen.say_lines(f"{one:<{width}}  {show_bytes(file.size)}" for one, file in files.items())
+        if not files:
+            screen.say(f"{run.name} has neither outputs nor checkpoints yet")
+        return
+    wanted, target = chosen(run, files, paths), directory or Path(run.name)
+    try:
+        for one, file in wanted.items():
+            fetch_file(run, one, file, target)
+    except OSError as error:
+        raise Mistake(f"{target}: cannot write there: {error.strerror}; choose another directory with -o") from error
+    size = show_bytes(sum(file.size for file in wanted.values()))
+    screen.say("Wrote ", (f"{target}/", "bold"), f" ({counted(len(wanted), 'file')}, {size})")
+
+
+def _find(store: Store, name: str) -> Run | str:
+    """Return the run of that name, or else the name of the pack."""
+    pack = name.removeprefix("packs/")
+    if is_key(pack) and "/" not in pack and store.exists(pack_key(pack, "manifest.json")):
+        return pack
+    if name != pack:
+        raise NotFound(f"no pack {pack!r} in {store.url}")
+    try:
+        return run_in(store, name)
+    except NotFound as error:
+        raise NotFound(str(error).replace("no run", "no run or pack", 1)) from None

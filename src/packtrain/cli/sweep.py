@@ -6,10 +6,14 @@ import shlex
 import sys
 import time
 from contextlib import suppress
+from dataclasses import asdict
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import Annotated
 
 import typer
+from rich.live import Live
+from rich.table import Table
+from rich.text import Text
 
 from packtrain.cli.common import (
     DropsOption,
@@ -17,33 +21,27 @@ from packtrain.cli.common import (
     SetOption,
     StoreOption,
     TrustOption,
-    console,
     existing_store,
     find_store,
-    print_json,
     trusting,
-    unread_output,
     write_output,
 )
-from packtrain.errors import EXIT_FAILED, EXIT_INTERRUPTED, Mistake
-
-if TYPE_CHECKING:
-    from rich.table import Table
-
-    from packtrain.cli.screen import Screen
-    from packtrain.report.sweep import SweepTable
-    from packtrain.run.sweeps import Sweep
-    from packtrain.run.trust import Accept
-    from packtrain.store import Store
-    from packtrain.sweep.plan import PreparedSweep, SweepRequest
+from packtrain.cli.output import print_json, unread_output
+from packtrain.cli.screen import ProgressBars, Screen, console
+from packtrain.errors import EXIT_FAILED, EXIT_INTERRUPTED, Mistake, harmless
+from packtrain.job.part import is_name
+from packtrain.report.sweep import SweepTable, rungs_in_words, sweep_page, sweep_table, write_sweep_report
+from packtrain.report.sweep import as_json as plain
+from packtrain.run.sweeps import Sweep, sweep_names
+from packtrain.run.trust import Accept
+from packtrain.store import Store, StoreError, store_option
+from packtrain.sweep.drive import SweepDrive
+from packtrain.sweep.plan import PreparedSweep, SweepRequest, create_sweep, prepare_sweep
+from packtrain.system import to_type
 
 _POLL_SECONDS = 1.0
 _TABLE_SECONDS = 5.0  # between two tables of a sweep that runs
 _MAX_ROWS = 30  # of a table that is drawn again and again
-
-
-def register(app: typer.Typer) -> None:
-    app.command()(sweep)
 
 
 def sweep(
@@ -84,9 +82,6 @@ def sweep(
 
     Ctrl-C detaches; the runs keep running. The same command, or the name of the sweep, continues it.
     """
-    from packtrain.run.sweeps import Sweep
-    from packtrain.sweep.plan import SweepRequest
-
     if target is None:
         _list(existing_store(store), as_json)
         return
@@ -113,9 +108,6 @@ def sweep(
 
 
 def _prepared(request: SweepRequest) -> PreparedSweep:
-    from packtrain.job.part import is_name
-    from packtrain.sweep.plan import prepare_sweep
-
     name = request.name
     if name is not None and (not is_name(name) or len(name) > 56):
         raise Mistake(f"--name {name[:60]}: names have at most 56 of a-z, 0-9 and -, and do not start with -")
@@ -123,10 +115,6 @@ def _prepared(request: SweepRequest) -> PreparedSweep:
 
 
 def _created(prepared: PreparedSweep, as_json: bool) -> Sweep:
-    from packtrain.cli.packs import ProgressBars
-    from packtrain.report.sweep import rungs_in_words
-    from packtrain.sweep.plan import create_sweep
-
     screen = _news(as_json)
     screen.say((prepared.plan.name, "bold"), f": {rungs_in_words(prepared.plan)}, {prepared.plan.parallel} at a time")
     return create_sweep(prepared, ProgressBars(screen))
@@ -139,12 +127,6 @@ def _news(as_json: bool) -> Screen:
 
 def _drive(sweep: Sweep, parallel: int | None, accept: Accept, output: Path | None, as_json: bool) -> int:
     """Drive or watch a sweep until it is over, and return the exit code."""
-    from rich.live import Live
-    from rich.text import Text
-
-    from packtrain.report.sweep import sweep_table
-    from packtrain.sweep.drive import SweepDrive
-
     screen = _news(as_json)
     drive = SweepDrive(sweep, accept, lambda text: screen.say(f"  {text}"), parallel)
     shown = float("-inf")
@@ -156,9 +138,6 @@ def _drive(sweep: Sweep, parallel: int | None, accept: Accept, output: Path | No
                     shown = time.monotonic()
                 time.sleep(_POLL_SECONDS)
     except KeyboardInterrupt:
-        from packtrain.store import store_option
-        from packtrain.system import to_type
-
         screen.say()
         screen.say(f"Detached. {_still_running(drive.running)}")
         screen.say(f"  continue: {to_type('sweep', sweep.name, *store_option(sweep.store))}")
@@ -181,10 +160,6 @@ def _still_running(names: list[str]) -> str:
 
 def _report(sweep: Sweep, output: Path | None, as_json: bool) -> SweepTable:
     """Print the table, and write its page to the store and wherever the user wants it."""
-    from packtrain.report.sweep import as_json as plain
-    from packtrain.report.sweep import sweep_page, sweep_table, write_sweep_report
-    from packtrain.store import StoreError
-
     table = sweep_table(sweep.store, sweep.name)
     if output is not None:
         write_output(output, sweep_page(table))
@@ -204,10 +179,6 @@ def _report(sweep: Sweep, output: Path | None, as_json: bool) -> SweepTable:
 
 
 def _drawn(table: SweepTable, most: int | None = None) -> Table:
-    from rich.table import Table
-
-    from packtrain.errors import harmless
-
     drawn = Table(box=None, pad_edge=False, header_style="dim")
     short = _short_names(table.parameters)
     numbers = ("step", table.score_head)
@@ -232,10 +203,6 @@ def _short_names(names: tuple[str, ...]) -> list[str]:
 
 
 def _print_plan(prepared: PreparedSweep, as_json: bool) -> None:
-    from dataclasses import asdict
-
-    from packtrain.report.sweep import rungs_in_words
-
     plan, screen = prepared.plan, console()
     if as_json:
         print_json(asdict(plan))
@@ -246,9 +213,6 @@ def _print_plan(prepared: PreparedSweep, as_json: bool) -> None:
 
 
 def _list(store: Store, as_json: bool) -> None:
-    from packtrain.report.sweep import sweep_table
-    from packtrain.run.sweeps import sweep_names
-
     tables = [sweep_table(store, name) for name in sweep_names(store)]
     if as_json:
         print_json([_row(table) for table in tables])

@@ -19,8 +19,10 @@ from rich.console import Console, ConsoleOptions, RenderResult
 from rich.live import Live
 from rich.text import Text
 
-from packtrain.cli.common import STATE_STYLES, console, hints, termination_as_interrupt
+from packtrain.cli.common import STATE_STYLES, hints
 from packtrain.cli.follow import follow, print_summary
+from packtrain.cli.screen import console
+from packtrain.cli.servers import termination_as_interrupt
 from packtrain.errors import EXIT_DONE, EXIT_INTERRUPTED, harmless
 from packtrain.report.goodput import LABELS
 from packtrain.report.live import MachineView, RunView, RunWatcher
