@@ -63,41 +63,41 @@ def lines_before(
 ) -> tuple[list[LogLine], LogPlace | None, LogPlace]:
     """Return the last lines before a place, where to ask for earlier ones (None at the start), and where they end."""
     end = place or LogPlace(len(keys), 0)
-    found: list[LogLine] = []
+    matches: list[LogLine] = []
     deadline = time.monotonic() + _LINES_SECONDS
     chunk, stop = min(end.chunk, len(keys) - 1), end.line if end.chunk < len(keys) else None
     while chunk >= 0:
         lines = log_lines(run, keys[chunk])
         for number in reversed(range(len(lines) if stop is None else min(stop, len(lines)))):
             if query.has(lines[number]):
-                found.append(lines[number])
-                if len(found) == limit:
+                matches.append(lines[number])
+                if len(matches) == limit:
                     is_start = chunk == 0 and number == 0
-                    return found[::-1], None if is_start else LogPlace(chunk, number), end
+                    return matches[::-1], None if is_start else LogPlace(chunk, number), end
         chunk, stop = chunk - 1, None
         if time.monotonic() > deadline and chunk >= 0:
-            return found[::-1], LogPlace(chunk + 1, 0), end
-    return found[::-1], None, end
+            return matches[::-1], LogPlace(chunk + 1, 0), end
+    return matches[::-1], None, end
 
 
 def lines_after(
     run: Run, keys: Sequence[str], place: LogPlace, query: LogQuery, limit: int
 ) -> tuple[list[LogLine], LogPlace]:
     """Return the first lines from a place on, and where to ask for later ones."""
-    found: list[LogLine] = []
+    matches: list[LogLine] = []
     deadline = time.monotonic() + _LINES_SECONDS
     start = place.line
     for chunk in range(place.chunk, len(keys)):
         lines = log_lines(run, keys[chunk])
         for number in range(start, len(lines)):
             if query.has(lines[number]):
-                found.append(lines[number])
-                if len(found) == limit:
-                    return found, LogPlace(chunk, number + 1)
+                matches.append(lines[number])
+                if len(matches) == limit:
+                    return matches, LogPlace(chunk, number + 1)
         start = 0
         if time.monotonic() > deadline:
-            return found, LogPlace(chunk + 1, 0)
-    return found, LogPlace(max(place.chunk, len(keys)), start if place.chunk >= len(keys) else 0)
+            return matches, LogPlace(chunk + 1, 0)
+    return matches, LogPlace(max(place.chunk, len(keys)), start if place.chunk >= len(keys) else 0)
 
 
 def shown_line(line: LogLine) -> dict[str, Any]:

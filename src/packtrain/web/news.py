@@ -115,20 +115,18 @@ class News:
 
     def _look_at_runs(self, shown: Collection[str]) -> None:
         """Read what is new of the runs that pages show."""
-        for name in [known for known in self._versions if known not in shown]:
+        for name in [name for name in self._versions if name not in shown]:
             del self._versions[name]
         for name in shown:
             run = self.board.run(name)
-            try:
-                found = None if run is None else self.readers.of(run).look(_RUN_SECONDS)
-            except PacktrainError:  # the row says what is wrong, or the event that the store is away
-                found = None
-            if found is None:
+            if run is None:
                 continue
-            versions = {part: str(value) for part, value in vars(found).items()}
-            if self._versions.get(name) != versions:
-                self._versions[name] = versions
-                self._tell(_event("run", {"run": name, "versions": versions}), name)
+            with suppress(PacktrainError):  # the row says what is wrong, or the event that the store is away
+                news = vars(self.readers.of(run).look(_RUN_SECONDS))
+                versions = {stream: str(version) for stream, version in news.items()}
+                if self._versions.get(name) != versions:
+                    self._versions[name] = versions
+                    self._tell(_event("run", {"run": name, "versions": versions}), name)
 
     def _tell_rows(self, rows: Sequence[Row], gone: Sequence[str]) -> None:
         self._first.set()  # the newest runs, which a page shows first

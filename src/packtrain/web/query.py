@@ -56,12 +56,12 @@ class Query:
             raise RefusedRequest(400, f"{name}: not a finite number")
         return number
 
-    def integer(self, name: str, default: int | None, least: int, most: int) -> int | None:
+    def integer(self, name: str, default: int | None, lowest: int, highest: int) -> int | None:
         number = self.number(name, default)
         if number is None:
             return None
-        if number != int(number) or not least <= number <= most:
-            raise RefusedRequest(400, f"{name}: must be a whole number from {least} to {most}")
+        if number != int(number) or not lowest <= number <= highest:
+            raise RefusedRequest(400, f"{name}: must be a whole number from {lowest} to {highest}")
         return int(number)
 
     def choice(self, name: str, choices: Sequence[str], default: str | None) -> str | None:
@@ -89,8 +89,8 @@ class Cursor:
     @classmethod
     def of(cls, text: str) -> Cursor:
         runs = {}
-        for part in text.split(",") if text else ():
-            name, *numbers = part.split(":")
+        for run_cursor in text.split(",") if text else ():
+            name, *numbers = run_cursor.split(":")
             if len(numbers) != _NUMBERS or not all(map(_is_number, numbers)):
                 raise RefusedRequest(400, "since: not a cursor that this server gave")
             runs[name] = tuple(map(int, numbers))

@@ -98,9 +98,9 @@ class DashboardDoor:
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         started, status = time.perf_counter(), CLIENT_LEFT
-        first, slash, rest = scope["path"].removeprefix("/").partition("/")
+        first, slash, path = scope["path"].removeprefix("/").partition("/")
         has_token = self._token.is_equal(first)
-        inner: Scope = {**scope, "path": f"/{rest}", "raw_path": b""} if has_token else scope
+        inner: Scope = {**scope, "path": f"/{path}", "raw_path": b""} if has_token else scope
 
         async def send_on(message: Message) -> None:
             nonlocal status
