@@ -120,7 +120,8 @@ class Batcher(Generic[Key, Input, Output]):
             if self._size_waiting() + request.size_left > self._queue:
                 self._forget_done()  # only now, because it looks at every request
                 if self._size_waiting() + request.size_left > self._queue:
-                    raise QueueFull(self._retry_seconds())
+                    seconds = math.ceil(self._size_waiting() * self._seconds_per_size)
+                    raise QueueFull(max(1, min(_MAX_RETRY_SECONDS, seconds)))
             self._waiting.append(request)
             self._changed.notify()
         return future
@@ -161,9 +162,6 @@ class Batcher(Generic[Key, Input, Output]):
     def _forget_done(self) -> None:
         """Leave out requests whose client has left, whose time is over, or one of whose inputs was bad."""
         self._waiting = deque(request for request in self._waiting if not request.future.done())
-
-    def _retry_seconds(self) -> int:
-        return max(1, min(_MAX_RETRY_SECONDS, math.ceil(self._size_waiting() * self._seconds_per_size)))
 
     def _run(self) -> None:
         while (batch := self._gathered()) is not None:

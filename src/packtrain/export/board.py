@@ -198,13 +198,11 @@ class BoardDestination(Destination):
                 except BaseException:
                     process.kill()  # or leaving the block would wait for the rest of the file
                     raise
+        error_text = errors.decode(errors="replace")
+        if process.returncode == SSH_FAILED:
+            raise ConnectionLost(f"{self.host}: connection lost ({advice(self.host, error_text)})")
         if process.returncode != 0:
-            raise self._failure(process.returncode, errors.decode(errors="replace"))
-
-    def _failure(self, code: int, errors: str) -> PacktrainError:
-        if code == SSH_FAILED:
-            return ConnectionLost(f"{self.host}: connection lost ({advice(self.host, errors)})")
-        return self._explained(last_line(errors) or f"cannot write there (code {code})")
+            raise self._explained(last_line(error_text) or f"cannot write there (code {process.returncode})")
 
     def commit(self, files: Sequence[StoredFile]) -> list[str]:
         pairs = [word for file in files for word in (file.name, file.sha256)]

@@ -232,7 +232,8 @@ class _LaterData:
 
     def task(self, subject: Subject) -> EvaluationTask:
         recipe = subject.recipe
-        sources = tuple(self._local(source) for source in self._sources(recipe))
+        sources = read_sources("--data", self._options.data, str(recipe.job.recipe), recipe.contents)
+        sources = tuple(map(self._local, sources))
         for source in sources:
             if (kind := source.pack_kind()) != recipe.kind:
                 place = printable(source.paths[0], 200)
@@ -251,9 +252,6 @@ class _LaterData:
         pack = SamplePack(self._store, self._packed[key], self._folder / "cache", recipe.pack)
         job = recipe.job.model_copy(update={"data": data})
         return EvaluationTask(type(recipe)(job, pack), LATER, _class_notes(pack))
-
-    def _sources(self, recipe: Recipe) -> tuple[Source, ...]:
-        return read_sources("--data", self._options.data, str(recipe.job.recipe), recipe.contents)
 
     def _local(self, source: Source) -> Source:
         if any(path.startswith("store:") for path in source.paths):

@@ -396,7 +396,7 @@ class Endpoints:
             rows = await self._completed(request, message, questions, False, deadline)
         head = {"id": f"cmpl-{uuid.uuid4().hex}", "created": int(time.time()), "model": self._service.model.name}
         outputs = [_stopped(output, message.stops) for written, _ in rows for output in written]
-        usage = _sum([usage for _, usage in rows])
+        usage = _usage(sum(usage.prompt_tokens for _, usage in rows), sum(usage.completion_tokens for _, usage in rows))
         choices = [
             TextChoice(index=index, text=text, finish_reason=finish) for index, (text, finish) in enumerate(outputs)
         ]
@@ -604,10 +604,6 @@ def _stopped(written: Written, stops: Sequence[str]) -> tuple[str, Finish]:
 
 def _usage(read: int, written: int) -> Usage:
     return Usage(prompt_tokens=read, completion_tokens=written, total_tokens=read + written)
-
-
-def _sum(usages: Sequence[Usage]) -> Usage:
-    return _usage(sum(usage.prompt_tokens for usage in usages), sum(usage.completion_tokens for usage in usages))
 
 
 def _events(chunks: Sequence[BaseModel]) -> Response:
