@@ -32,6 +32,7 @@ import psutil
 import bench
 from packtrain.fleet.local import is_node
 from packtrain.node.telemetry import rank_of
+from packtrain.observe.history import read_points, read_recent
 from packtrain.run.checkpoint import committed
 from packtrain.run.records import Point
 from packtrain.run.run import Run
@@ -230,7 +231,7 @@ def recoveries(faults: Sequence[tuple[str, float, int]], points: Sequence[Point]
 
 def goodput(run: Run, until: float, seconds: float) -> float:
     """Return the time that the steps that counted take by themselves, as a part of the time that passed."""
-    made = [point for point in run.metrics() if point.kind == "train" and point.time <= until]
+    made = [point for point in read_points(run) if point.kind == "train" and point.time <= until]
     took = [late.time - early.time for early, late in itertools.pairwise(made) if early.generation == late.generation]
     return len(made) * bench.median(took) / seconds if took else 0.0
 
@@ -241,7 +242,7 @@ def soak(
     """Return the row of the table, and what is wrong."""
     set_pace(made.pace_file, PACE_SECONDS)
     begin(made, fleet, steps)
-    wait(lambda: made.run.recent_points(1, evaluated=False), "first step")
+    wait(lambda: read_recent(made.run, 1, evaluated=False), "first step")
     seconds = made.disturb(60 * options.minutes, tuple(options.every), random.Random(options.seed))  # noqa: S311
     until = time.time()
     set_pace(made.pace_file, 0)

@@ -14,6 +14,7 @@ import time
 from pathlib import Path
 
 import bench
+from packtrain.observe.history import read_points
 from packtrain.run.run import open_run
 from packtrain.store import open_store
 
@@ -34,7 +35,7 @@ def seconds_to_first_step(directory: Path, environment: dict[str, str]) -> float
     started = time.time()
     seconds_for("run", *JOB, "--set", "train.duration=3 steps", cwd=directory, environment=environment)
     run = open_run(open_store(str(directory / "store")), None)
-    return next(point.time for point in run.metrics() if point.kind == "train") - started
+    return next(point.time for point in read_points(run) if point.kind == "train") - started
 
 
 def measure(options: argparse.Namespace) -> dict[str, list[float]]:

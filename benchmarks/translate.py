@@ -32,6 +32,7 @@ import bench
 import example
 from packtrain.data.order import Ids, epoch_batches
 from packtrain.export.predict import DecodeOptions, load_predictor
+from packtrain.observe.history import read_points
 from packtrain.pack.vocabulary import BOS, EOS, UNKNOWN
 from packtrain.recipes import Decoding, Recipe
 from packtrain.recipes.pairs import PairRecipe
@@ -95,7 +96,7 @@ def ours(directory: Path, steps: int, seed: int, inputs: list[str]) -> Learned:
     timer = example.Timer()
     started = time.process_time()
     _, run = example.train(recipe, store, timer.tick)
-    points = [point.values for point in run.metrics() if point.kind == "train"]
+    points = [point.values for point in read_points(run) if point.kind == "train"]
     predictor = load_predictor(run)
     outputs = [made.text for made in predictor.predict(inputs, DecodeOptions(beam=1))]
     tokens = sum(int(values["tokens"]) for values in points)

@@ -18,9 +18,10 @@ from packtrain.cli import app
 from packtrain.errors import Mistake, NotFinished
 from packtrain.export.predict import load_model
 from packtrain.fork import CheckpointName, read_name
+from packtrain.observe.evidence import gather
+from packtrain.observe.history import read_points
 from packtrain.pack.build import PlainProgress
 from packtrain.recipes import recipe_class
-from packtrain.report.evidence import gather
 from packtrain.report.markdown import markdown
 from packtrain.report.render import render
 from packtrain.run.checkpoint import commit, committed, fetch, manifest_key, part_name
@@ -153,8 +154,8 @@ def test_a_fork_goes_on_as_the_run_would_have(folder: Path) -> None:
     for entry in old.store.list(old.key("checkpoints")):
         old.store.delete(entry.key)  # the fork has its own copy
     trained(fork, folder)
-    expected = {(point.kind, point.step): point.values.get("loss") for point in old.metrics() if point.step > 4}
-    found = {(point.kind, point.step): point.values.get("loss") for point in fork.metrics() if point.step > 4}
+    expected = {(point.kind, point.step): point.values.get("loss") for point in read_points(old) if point.step > 4}
+    found = {(point.kind, point.step): point.values.get("loss") for point in read_points(fork) if point.step > 4}
     assert found == expected
     assert committed(fork)[0].step == 4
     parent = Run(fork.store, fork.name).job.parent

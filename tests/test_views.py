@@ -9,7 +9,7 @@ import re
 import types
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import MISSING, fields, is_dataclass, replace
+from dataclasses import MISSING, fields, is_dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any, Literal, Union, get_args, get_origin, get_type_hints
@@ -21,17 +21,16 @@ from hypothesis import strategies as st
 
 from packtrain.cli.follow import Follower
 from packtrain.cli.screen import console
-from packtrain.cli.watch import board
 from packtrain.errors import Mistake, PacktrainError
+from packtrain.observe.history import read_points
+from packtrain.observe.status import read_end, read_status
 from packtrain.report import compare, report_page, write_report
 from packtrain.report import sweep as sweep_report
 from packtrain.report.compare_render import compare_page, text_lines
 from packtrain.report.frame import MetricColumns
-from packtrain.report.live import LiveRun
 from packtrain.report.mirror import metrics_of
 from packtrain.report.notebook import panel_of, runs_table
 from packtrain.report.plot import Axis, plot_of
-from packtrain.report.summary import overview, summarize
 from packtrain.run.chunks import encode_line
 from packtrain.run.records import (
     Event,
@@ -231,18 +230,17 @@ def views(runs: Sequence[Run], packtrain: Packtrain) -> Iterator[Callable[[], ob
         yield partial(check_page, partial(panel_html, run))
         yield partial(write_report, run)
         yield partial(ask, store, runs, run)
-        yield partial(MetricColumns, run.metrics())
-        yield partial(summarize, run, "running")
-        yield from (partial(metrics_of, point, "tokens") for point in run.metrics())
+        yield partial(MetricColumns, read_points(run))
+        yield partial(read_status, run, "running")
+        yield from (partial(metrics_of, point, "tokens") for point in read_points(run))
         yield partial(follow, run)
-        yield partial(watch, run)
         for axis in ("step", "epoch", "hours"):
             yield partial(draw, run, axis)
         for command in (["show"], ["show", "--json"], ["logs"], ["report", "--markdown"], ["report", "--json"]):
             yield partial(call, packtrain, command[0], run.name, *command[1:], "--store", store.url)
     yield partial(call, packtrain, "ls", "--json", "--store", store.url)
     yield partial(call, packtrain, "ls", "--store", store.url)
-    yield partial(check_page, lambda: runs_table([(run.name, overview(run, "running")) for run in runs], ""))
+    yield partial(check_page, lambda: runs_table([(run.name, read_end(run, "running")) for run in runs], ""))
     yield partial(compared, runs)
     yield partial(swept, runs)
 
@@ -263,12 +261,6 @@ def call(packtrain: Packtrain, *words: str) -> None:
         json.loads(done.stdout, parse_constant=pytest.fail)
 
 
-def watch(run: Run) -> None:
-    view = LiveRun(run).look()
-    for state in ("running", view.overview.state):
-        board(replace(view, overview=replace(view.overview, state=state)), "", 100, 40)
-
-
 def follow(run: Run) -> None:
     follower = Follower(run, [], console())
     follower.read()
@@ -276,7 +268,7 @@ def follow(run: Run) -> None:
 
 
 def draw(run: Run, axis: Axis) -> None:
-    points = run.metrics()
+    points = read_points(run)
     drawn = {point.column(name) for point in points for name in point.values if point.kind != "start"}
     with suppress(Mistake):  # none of its numbers is finite
         check_page(plot_of({run.name: points}, sorted(drawn), axis).svg)

@@ -15,12 +15,13 @@ from packtrain.fleet import release, request_stop
 from packtrain.fleet.down import take_down
 from packtrain.fork import read_name
 from packtrain.job.kinds import FLEETS, FleetKind, word_of
+from packtrain.observe.history import read_points
+from packtrain.observe.status import Status, read_end
 from packtrain.pack.build import PlainProgress
 from packtrain.report import write_report
 from packtrain.report.frame import frame_of, library_of
 from packtrain.report.notebook import Report, draw, panel_of, place_to_draw, runs_table
 from packtrain.report.plot import Axis, Plot, plot_of
-from packtrain.report.summary import Overview, overview
 from packtrain.run.checkpoint import Choice
 from packtrain.run.liveness import State, StateWatch, attempt, state_of, states_now
 from packtrain.run.records import LogLine, Point, Result
@@ -61,7 +62,7 @@ class RunHandle:
 
     def points(self) -> list[Point]:
         """Return every step and evaluation that survived, in order."""
-        return self._run.metrics()
+        return read_points(self._run)
 
     def plot(self, *names: str, against: RunHandle | Iterable[RunHandle] = (), x: Axis = "step") -> Plot:
         """Return a picture of these measurements over `step`, `epoch` or `hours`, `against` those of other runs.
@@ -182,11 +183,11 @@ class Runs(Sequence[RunHandle]):
 
     def plot(self, *names: str, x: Axis = "step") -> Plot:
         """Return a picture of these measurements, with a line for each run."""
-        return plot_of({run.name: run.metrics() for run in self._runs}, names or ("loss",), x)
+        return plot_of({run.name: read_points(run) for run in self._runs}, names or ("loss",), x)
 
 
-def _overview(run: Run, state: State | PacktrainError) -> Overview | PacktrainError:
-    return state if isinstance(state, PacktrainError) else attempt(lambda: overview(run, state))
+def _overview(run: Run, state: State | PacktrainError) -> Status | PacktrainError:
+    return state if isinstance(state, PacktrainError) else attempt(lambda: read_end(run, state))
 
 
 def run(job: str | Path, overrides: Sequence[str] = (), parent: str | None = None, fresh: bool = False) -> RunHandle:

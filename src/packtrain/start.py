@@ -32,12 +32,13 @@ from packtrain.job.launchers import command_of, is_python, without_launcher
 from packtrain.job.load import LoadedJob, load_job, text_of
 from packtrain.job.part import FILES, IN_STORE, is_address
 from packtrain.node.deadline import seconds_left, used_up
+from packtrain.observe.history import read_points
+from packtrain.observe.status import is_started_here
 from packtrain.pack.build import PackProgress, pack
 from packtrain.pack.fetch import local_copy, local_source
 from packtrain.pack.manifest import Manifest, find_manifest, missing_files, pack_key
 from packtrain.pack.workers import Processes, Workers
 from packtrain.recipes import Recipe, check_recipe, recipe_class, recipe_defaults
-from packtrain.report.summary import is_started_here
 from packtrain.run.checkpoint import committed, last_step
 from packtrain.run.code import CodeSnapshot, archive, files_of, git_commit, snapshot
 from packtrain.run.inputs import given_keys, is_remote, keys_of, put_input
@@ -544,7 +545,7 @@ def _check_can_continue(run: Run, job: Job) -> None:
 
 def _made(run: Run, step: int) -> Progress:
     """Return the progress at a step. A checkpoint's manifest has only the step: the metrics say when that was."""
-    points = [point for point in run.metrics() if point.kind == "train" and point.step <= step]
+    points = [point for point in read_points(run) if point.kind == "train" and point.step <= step]
     last = points[-1].values if points else {}
     return Progress(step, last.get("epoch", 0.0), seconds=last.get("elapsed_seconds", 0.0))
 

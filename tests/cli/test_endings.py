@@ -97,7 +97,7 @@ def test_ctrl_c_ends_a_command_that_follows_with_130_and_says_nothing(tmp_path: 
         ("evaluate endless", "packtrain.cli.reports:run_subject"),
         ("export endless", "packtrain.cli.models:export_run"),
         ("ls", "packtrain.cli.runs:run_names"),
-        ("show", "packtrain.cli.runs:summarize"),
+        ("show", "packtrain.cli.runs:read_status"),
         ("show -w endless", "packtrain.cli.follow:Follower.until_ended"),
         ("logs", "packtrain.run.run:Run.log_lines"),
         ("stop endless", "packtrain.cli.runs:request_stop"),

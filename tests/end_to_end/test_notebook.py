@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 
+from packtrain.observe.history import read_points
 from packtrain.run.run import open_run, run_names
 from packtrain.store import open_store
 
@@ -52,4 +53,4 @@ def test_every_cell_of_the_notebook_runs_and_shows_something(
     assert run_names(store) == ["translate-1", "translate-2"]
     watched = notebook.cells[3].outputs[-1].data["text/html"]
     assert "● finished: reached 12 steps" in watched
-    assert [point.step for point in open_run(store, "translate-1").metrics() if point.kind == "valid"] == [6, 12]
+    assert [point.step for point in read_points(open_run(store, "translate-1")) if point.kind == "valid"] == [6, 12]

@@ -15,6 +15,7 @@ import pytest
 
 from packtrain.errors import NotFound
 from packtrain.node.telemetry import rank_of
+from packtrain.observe.history import read_points
 from packtrain.run.checkpoint import committed
 from packtrain.run.records import Point
 from packtrain.run.run import Run
@@ -94,7 +95,7 @@ def history(run: Run) -> list[tuple[str, int, dict[str, float]]]:
     def exact(point: Point) -> dict[str, float]:
         return {name: value for name, value in point.values.items() if not name.endswith("seconds")}
 
-    return [(point.kind, point.step, exact(point)) for point in run.metrics() if point.kind != "start"]
+    return [(point.kind, point.step, exact(point)) for point in read_points(run) if point.kind != "start"]
 
 
 def assert_same_as(oracle: Sandbox, sandbox: Sandbox) -> None:

@@ -12,6 +12,7 @@ from pathlib import Path
 
 import psutil
 
+from packtrain.observe.history import read_points
 from packtrain.run.run import Run, open_run
 from packtrain.store import open_store
 from parts.hosts import Host, Network
@@ -93,7 +94,7 @@ def wait_until_all_left(run: Run) -> None:
 
 
 def losses(run: Run) -> list[tuple[int, float]]:
-    return [(point.step, point.values["loss"]) for point in run.metrics() if point.kind == "train"]
+    return [(point.step, point.values["loss"]) for point in read_points(run) if point.kind == "train"]
 
 
 def left_on(network: Network | Sequence[Host]) -> list[str]:

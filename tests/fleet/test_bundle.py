@@ -22,6 +22,7 @@ from packtrain.fleet.bundle import BundleFile, new_bundle
 from packtrain.fleet.remote import Remote
 from packtrain.fleet.wheels import own_wheel
 from packtrain.identity import identity
+from packtrain.observe.history import read_points
 from packtrain.run.run import open_run
 from packtrain.store import open_store
 from parts import hosts
@@ -149,7 +150,7 @@ def test_a_host_without_a_route_to_anywhere_installs_a_bundle_trains_and_continu
         assert done.returncode == 0, done.stdout + done.stderr
         assert "finished: reached 8 steps" in done.stdout
         store = open_store(str(host.home / "small-bundle/store"))
-        steps = [point.step for point in open_run(store, "small-1").metrics() if point.kind == "train"]
+        steps = [point.step for point in read_points(open_run(store, "small-1")) if point.kind == "train"]
         assert steps == list(range(1, 9)), "its history has no gap"
         host.run(["sh", "-c", "echo >> small-bundle/requirements.txt"])
         damaged = host.run(["sh", "small-bundle/install.sh"], own)

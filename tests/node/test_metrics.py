@@ -27,6 +27,7 @@ from packtrain.node.metrics import (
     parse_printed,
 )
 from packtrain.node.program import ProgramCheckpoints
+from packtrain.observe.history import read_points
 from packtrain.run.checkpoint import FORMAT, Checkpoint
 from packtrain.run.records import Generation, LogLine, Point
 from packtrain.run.run import Run
@@ -310,10 +311,10 @@ def test_a_line_counts_once_it_is_complete(begun: Begun) -> None:
         file.write('{"step": 2, "time": 1.0,')
         file.flush()
         metrics.flush()
-        assert list(values(run.metrics())) == [0, 1]
+        assert list(values(read_points(run))) == [0, 1]
         file.write(' "values": {"loss": 0.5}}\n')
     metrics.flush()
-    assert values(run.metrics())[2] == {"loss": 0.5}
+    assert values(read_points(run))[2] == {"loss": 0.5}
 
 
 def test_a_generation_replaces_what_an_earlier_one_did_after_its_checkpoint(begun: Begun) -> None:
@@ -324,7 +325,7 @@ def test_a_generation_replaces_what_an_earlier_one_did_after_its_checkpoint(begu
     log(control, 0, parameters=5.0)  # before it has read its checkpoint
     log(control, 6, 7, loss=2.0)
     metrics.flush()
-    found = values(run.metrics())
+    found = values(read_points(run))
     assert [found[step]["loss"] for step in sorted(found)] == [1.0] * 6 + [2.0] * 2
 
 
@@ -334,7 +335,7 @@ def test_calls_without_a_step_continue_after_a_restart(begun: Begun) -> None:
     metrics.flush()
     log(begin(2), None, loss=2.0)
     metrics.flush()
-    assert {step: one["loss"] for step, one in values(run.metrics()).items()} == {0: 1.0, 1: 1.0, 2: 2.0}
+    assert {step: one["loss"] for step, one in values(read_points(run)).items()} == {0: 1.0, 1: 1.0, 2: 2.0}
 
 
 def a_checkpoint(reached: int | None) -> Checkpoint:
@@ -408,7 +409,7 @@ def test_event_files_of_this_generation_are_read_and_those_from_before_are_not(b
         writer.add_scalar("loss", 2.0, 1)
     log(control, 1, accuracy=0.5)
     metrics.flush(is_complete=True)
-    assert values(run.metrics()) == {1: {"loss": 1.0, "validation/loss": 2.0, "accuracy": 0.5}}
+    assert values(read_points(run)) == {1: {"loss": 1.0, "validation/loss": 2.0, "accuracy": 0.5}}
 
 
 def test_a_commit_has_all_that_was_printed_before_it(begun: Begun, tmp_path: Path) -> None:
@@ -420,7 +421,7 @@ def test_a_commit_has_all_that_was_printed_before_it(begun: Begun, tmp_path: Pat
     for step in range(3):
         metrics.hear(printed(f"step {step}: loss 1.5"))
         keeping.commit(1)
-    assert list(values(run.metrics())) == [0, 1, 2]
+    assert list(values(read_points(run))) == [0, 1, 2]
 
 
 def test_what_rank_0_prints_counts_if_the_program_logs_nothing_else(begun: Begun, tmp_path: Path) -> None:
@@ -431,16 +432,16 @@ def test_what_rank_0_prints_counts_if_the_program_logs_nothing_else(begun: Begun
         metrics.hear(printed(f"step {step}: loss 9", rank=1))
         metrics.hear(printed(f"step {step}: loss 9", generation=7))
     metrics.flush(is_complete=True)
-    assert values(run.metrics()) == {0: {"loss": 4.5}, 1: {"loss": 3.5}, 2: {"loss": 2.5}}
+    assert values(read_points(run)) == {0: {"loss": 4.5}, 1: {"loss": 3.5}, 2: {"loss": 2.5}}
     log(begin(2), 3, accuracy=0.5)
     metrics.hear(printed("step 3: loss 1.5", generation=2))
     metrics.flush(is_complete=True)
-    assert values(run.metrics())[3] == {"accuracy": 0.5}
+    assert values(read_points(run))[3] == {"accuracy": 0.5}
     begin(3)
     metrics.hear(printed("step 4: loss 0.5", generation=3))
     with SummaryWriter(str(tmp_path / "code" / "train")):  # nothing is in it yet
         metrics.flush(is_complete=True)
-    assert 4 not in values(run.metrics())
+    assert 4 not in values(read_points(run))
 
 
 def test_numbers_wait_for_a_store_that_is_away(directory_store: Store, tmp_path: Path) -> None:

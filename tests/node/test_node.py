@@ -25,6 +25,7 @@ from packtrain.node.causes import FAILURE
 from packtrain.node.node import Node
 from packtrain.node.program import ProgramCheckpoints
 from packtrain.node.telemetry import machine_facts
+from packtrain.observe.history import read_points
 from packtrain.run.checkpoint import committed, fetch_newest
 from packtrain.run.records import Result
 from packtrain.run.run import Run
@@ -237,7 +238,7 @@ def test_a_program_that_resumes_only_if_it_is_told_to_is_told_after_a_restore(
 ) -> None:
     run = machine.run_of(RESUMES, program={"command": ["train.py"], "resume": resume})
     assert machine.exit_code(machine.start(run)) == EXIT_DONE
-    assert [point.step for point in run.metrics() if point.kind == "log"] == list(range(1, 41 if resume else 21))
+    assert [point.step for point in read_points(run) if point.kind == "log"] == list(range(1, 41 if resume else 21))
     warned = [event.text for event in run.events().read() if event.text.startswith("the program did not resume")]
     assert len(warned) == (0 if resume else 1)
     assert [checkpoint.reached for checkpoint in committed(run)] == ([20, 40] if resume else [20, 20])

@@ -18,6 +18,7 @@ from typer.testing import CliRunner, Result
 
 from packtrain.cli import app
 from packtrain.node.telemetry import rank_of
+from packtrain.observe.history import read_points
 from packtrain.run.checkpoint import committed
 from packtrain.run.records import Point
 from packtrain.run.run import Run, open_run
@@ -208,7 +209,7 @@ def history(run: Run) -> list[tuple[int, dict[str, float]]]:
     def exact(point: Point) -> dict[str, float]:
         return {name: value for name, value in point.values.items() if name in ("loss", "tokens", "rate", "epoch")}
 
-    return [(point.step, exact(point)) for point in run.metrics() if point.kind == "train"]
+    return [(point.step, exact(point)) for point in read_points(run) if point.kind == "train"]
 
 
 def weights(run: Run) -> dict[str, str]:

@@ -12,9 +12,9 @@ import pytest
 from packtrain.cli.template import InitRequest, write_job
 from packtrain.errors import Mistake
 from packtrain.export.model import read_model
+from packtrain.observe.status import read_status
 from packtrain.pack.build import PlainProgress
 from packtrain.recipes import recipe_class, recipe_of, use_code
-from packtrain.report.summary import summarize
 from packtrain.run.code import archive, unpacked
 from packtrain.run.run import Run, open_run
 from packtrain.start import create, load
@@ -152,7 +152,7 @@ def test_a_run_is_shown_if_its_recipe_cannot_be_imported(example: Path) -> None:
     (example / "languages.py").write_text((example / "languages.py").read_text() + "\n# of another run\n")
     run = created(example)
     run.store.put(run.key("code.tar.zst"), b"")
-    summary = summarize(run, "interrupted")
+    summary = read_status(run, "interrupted")
     assert summary.measure == "accuracy"
     assert summary.description.startswith("languages:Languages small")
 

@@ -10,9 +10,10 @@ from typing import Any
 import numpy as np
 
 from packtrain.job import Job
-from packtrain.report.evidence import Evidence
-from packtrain.report.goodput import goodput
-from packtrain.report.summary import Summary, units_per_second
+from packtrain.observe.evidence import Evidence
+from packtrain.observe.goodput import goodput
+from packtrain.observe.history import throughput
+from packtrain.observe.status import Status
 from packtrain.run.records import (
     Generation,
     Gpu,
@@ -96,13 +97,13 @@ def evidence_of(
     generations = fields.pop("generations", (generation_of(*workers),))
     spent = fields.pop("spent", ())
     steps = [point for point in points if point.kind == "train"]
-    summary = Summary(
+    summary = Status(
         run="job-1", state="finished", reason="reached 10 steps", description="a job",
         step=steps[-1].step if steps else 0, goal=None, loss=None, loss_steps=0, rate=None, measure=measure,
         lower=False, unit="tokens", seconds=40.0, score=None, test=None, scores={}, counts={}, signatures={}, cost=None,
         best=None, generations=len(generations),
-        units_per_second=units_per_second(steps, "tokens"), machines=(),
+        units_per_second=throughput(steps, "tokens"), machines=(),
         goodput=goodput(generations, points, spent),
     )  # fmt: skip
-    own = replace(summary, **fields.pop("summary", {}))
+    own = replace(summary, **fields.pop("status", {}))
     return Evidence(job or recipe_job(), own, raw=points, spent=spent, generations=generations, **fields)

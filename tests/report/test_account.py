@@ -7,9 +7,9 @@ from typing import Any
 
 import pytest
 
+from packtrain.observe.status import Cost
 from packtrain.pack.manifest import FORMAT, Drops, Manifest, RawText, ShardFile, Split
 from packtrain.report.account import checkpoints, compared, data_set, faults, forecast, money
-from packtrain.report.cost import Cost
 from packtrain.report.finding import Finding, Rows
 from packtrain.run.checkpoint import Checkpoint, StoredFile
 from packtrain.run.records import Event, Forecast, Point, TimeSpent
@@ -75,7 +75,7 @@ def test_nothing_failed_if_only_machines_joined() -> None:
 
 
 def test_a_failed_run_says_why() -> None:
-    found = faults(evidence_of(steps_of(), summary={"state": "failed", "reason": "out of memory"}))
+    found = faults(evidence_of(steps_of(), status={"state": "failed", "reason": "out of memory"}))
     assert (found.verdict, found.answer.startswith("The run failed: out of memory.")) == ("bad", True)
 
 
@@ -90,12 +90,12 @@ def test_money_that_bought_no_steps_is_told() -> None:
     spent = [TimeSpent(1040.0, 1, 0, 400, {"forward": 30.0, "start": 10.0})]
     cost = Cost(so_far=8.0, per_hour=0.0, expected=None, budget=10.0)
     leases = [a_lease("a", machine_seconds=7200.0, dollars_per_hour=4.0)]
-    found = money(evidence_of(steps_of(), spent=spent, leases=leases, summary={"cost": cost}))
+    found = money(evidence_of(steps_of(), spent=spent, leases=leases, status={"cost": cost}))
     assert found.answer.startswith("$8.00, 80% of the budget of $10.00. $2.00 of it bought time that made no steps")
     assert "$20.00 per 1,000 steps." in found.evidence
     assert found.verdict == "good"
     over = replace(cost, budget=7.0)
-    assert money(evidence_of(steps_of(), leases=leases, summary={"cost": over})).verdict == "bad"
+    assert money(evidence_of(steps_of(), leases=leases, status={"cost": over})).verdict == "bad"
 
 
 def test_without_a_price_there_are_machine_hours() -> None:
@@ -110,7 +110,7 @@ def test_a_plan_that_was_right_is_confirmed() -> None:
         forecast=PLAN,
         telemetry=telemetry_of(),
         checkpoints=[a_checkpoint(400)],
-        summary={"seconds": 42.0},
+        status={"seconds": 42.0},
     )
     found = forecast(evidence)
     assert found is not None
@@ -145,10 +145,10 @@ def test_a_speed_that_nobody_measured_may_be_off_by_half_and_a_size_may_not() ->
 
 
 def test_a_run_that_is_not_over_is_compared_without_its_length() -> None:
-    evidence = evidence_of(steps_of(), forecast=PLAN, summary={"state": "running"})
+    evidence = evidence_of(steps_of(), forecast=PLAN, status={"state": "running"})
     assert [row.what for row in compared(evidence)] == ["time of a step"]
     assert forecast(evidence_of(steps_of())) is None
-    nothing = forecast(evidence_of(forecast=PLAN, summary={"state": "running"}))
+    nothing = forecast(evidence_of(forecast=PLAN, status={"state": "running"}))
     assert nothing is not None
     assert nothing.verdict == "unknown"
 
@@ -157,14 +157,14 @@ def test_a_run_that_is_not_over_is_compared_without_its_length() -> None:
 def test_a_run_whose_duration_was_changed_is_compared_without_its_length(planned: str) -> None:
     plan = replace(PLAN, duration=planned, seconds=12_000.0, dollars=3.0)
     cost = Cost(2.5, 0.0, None, None)
-    evidence = evidence_of(steps_of(), forecast=plan, summary={"cost": cost})
+    evidence = evidence_of(steps_of(), forecast=plan, status={"cost": cost})
     assert [row.what for row in compared(evidence)] == ["time of a step"]
     found = forecast(evidence)
     assert found is not None
     assert (found.verdict, found.answer) == ("good", "Yes: everything within 0% of the plan.")
     said = f"It was for {planned}; the run is now set to 10 steps, so total time and cost cannot be compared."
     assert found.evidence[-1] == said
-    same = evidence_of(steps_of(), forecast=replace(plan, duration="10 steps"), summary={"cost": cost})
+    same = evidence_of(steps_of(), forecast=replace(plan, duration="10 steps"), status={"cost": cost})
     assert [row.what for row in compared(same)] == ["time of a step", "whole run", "cost"]
 
 
@@ -178,7 +178,7 @@ def test_a_fork_which_trains_only_the_rest_is_compared_without_its_length() -> N
     }
     plan, cost = replace(PLAN, dollars=3.0), Cost(0.5, 0.0, None, None)
     fork = recipe_job(parent={**parent, "takes": "everything"})
-    evidence = evidence_of(steps_of(), fork, forecast=plan, summary={"cost": cost, "seconds": 8.0})
+    evidence = evidence_of(steps_of(), fork, forecast=plan, status={"cost": cost, "seconds": 8.0})
     assert [row.what for row in compared(evidence)] == ["time of a step"]
     found = forecast(evidence)
     assert found is not None
@@ -187,13 +187,13 @@ def test_a_fork_which_trains_only_the_rest_is_compared_without_its_length() -> N
     )
     assert found.evidence[-1] == said
     from_its_weights = recipe_job(parent={**parent, "takes": "weights"})
-    whole = compared(evidence_of(steps_of(), from_its_weights, forecast=plan, summary={"cost": cost}))
+    whole = compared(evidence_of(steps_of(), from_its_weights, forecast=plan, status={"cost": cost}))
     assert [row.what for row in whole] == ["time of a step", "whole run", "cost"]
 
 
 def test_a_plan_that_the_store_has_for_a_program_is_no_error() -> None:
     cost = Cost(2.5, 0.0, None, None)
-    found = forecast(evidence_of(steps_of(), program_job(), forecast=PLAN, summary={"cost": cost}))
+    found = forecast(evidence_of(steps_of(), program_job(), forecast=PLAN, status={"cost": cost}))
     assert found is not None
     assert not [fact for fact in found.evidence if fact.startswith("It was for")]
 
@@ -256,4 +256,4 @@ def test_the_files_of_a_checkpoint_are_explained() -> None:
 def test_a_run_without_checkpoints_says_so() -> None:
     assert checkpoints(evidence_of()).verdict == "bad"
     assert checkpoints(evidence_of(job=program_job())).verdict == "note"
-    assert checkpoints(evidence_of(summary={"state": "running"})).verdict == "unknown"
+    assert checkpoints(evidence_of(status={"state": "running"})).verdict == "unknown"

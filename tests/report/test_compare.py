@@ -13,6 +13,7 @@ import pytest
 from typer.testing import CliRunner
 
 from packtrain.cli import app
+from packtrain.observe.measure import Score
 from packtrain.report.compare import (
     MAX_RUNS,
     ComparedRun,
@@ -28,7 +29,6 @@ from packtrain.report.compare import (
     time_to_score,
 )
 from packtrain.report.compare_render import compare_page, text_chart, text_lines
-from packtrain.report.score import Score
 from packtrain.run.records import Point, Result
 from packtrain.store import Store
 from parts.runs import a_generation, new_run, recipe_job

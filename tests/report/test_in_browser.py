@@ -32,7 +32,7 @@ def report(tmp_path_factory: pytest.TempPathFactory) -> str:
     evidence = evidence_of(
         [*steps_of(), *evaluations_of(falling, 19), sample], workers=(1, 1), spent=spent_of({0: SPANS, 1: SPANS}),
         telemetry=telemetry_of(node="n" * 63, gpu=0.9), events=[Event(1.0, "warning", LONG)], versions={"torch": LONG},
-        summary={"run": "j" * 60, "description": LONG, "signatures": {"test.bleu": LONG}},
+        status={"run": "j" * 60, "description": LONG, "signatures": {"test.bleu": LONG}},
     )  # fmt: skip
     file = tmp_path_factory.mktemp("report") / "report.html"
     file.write_text(render(evidence, findings_of(evidence)))

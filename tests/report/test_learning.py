@@ -7,7 +7,7 @@ import math
 import pytest
 
 from packtrain.job import Job
-from packtrain.report.evidence import Evidence
+from packtrain.observe.evidence import Evidence
 from packtrain.report.finding import Chart
 from packtrain.report.learning import gains, learning_rate, overfitting, progression, stability, trained
 from packtrain.report.trend import trend
@@ -282,7 +282,7 @@ def test_a_warm_up_that_never_ends_is_questioned(peak_step: int, state: str, ver
         for one in steps_of(30)
     ]
     job = recipe_job(train={"schedule": {"noam": {"warmup": "8000 steps", "scale": 2.0}}})
-    found = learning_rate(evidence_of(points, job, summary={"state": state}))
+    found = learning_rate(evidence_of(points, job, status={"state": state}))
     assert found is not None
     assert found.verdict == verdict
     assert found.answer.startswith(words)

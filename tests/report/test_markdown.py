@@ -11,7 +11,7 @@ EVIL = "<script>alert(1)</script> `|` # *x*\nnext \x1b[31m"
 
 def test_markdown_has_every_answer_with_its_mark_and_its_tables() -> None:
     evidence = evidence_of(
-        [*steps_of(), *evaluations_of(falling)], summary={"scores": {"test.bleu": 20.123}, "counts": {"test.bleu": 800}}
+        [*steps_of(), *evaluations_of(falling)], status={"scores": {"test.bleu": 20.123}, "counts": {"test.bleu": 800}}
     )
     findings = findings_of(evidence)
     lines = markdown(evidence, findings).splitlines()
@@ -30,7 +30,7 @@ def test_nothing_in_a_text_is_markup() -> None:
     generations = (generation_of(1), generation_of(1, number=2, cause="program", reason=EVIL))
     evidence = evidence_of(
         [*steps_of(), point], job, generations=generations, events=[Event(1.0, "warning", EVIL)],
-        summary={"reason": EVIL, "description": EVIL, "scores": {EVIL: 1.0}},
+        status={"reason": EVIL, "description": EVIL, "scores": {EVIL: 1.0}},
     )  # fmt: skip
     text = markdown(evidence, findings_of(evidence))
     outside = "".join(text.split("```")[::2])

@@ -16,6 +16,7 @@ from typer.testing import CliRunner
 from packtrain.cli import app
 from packtrain.errors import Mistake
 from packtrain.job import Job
+from packtrain.observe.history import read_points
 from packtrain.report import mirror
 from packtrain.report.mirror import Mirror, follow, follow_as_node, metrics_of, parameters_of
 from packtrain.run.checkpoint import commit
@@ -140,7 +141,7 @@ def test_steps_that_a_restart_discarded_are_not_in_mlflow(directory_store: Store
     wanted = {step: (100.0 if step <= 6 else 200.0) + step for step in range(1, 13)}
     assert Seen(run, uri).history("train.loss") == wanted
     assert Seen(run, uri).history("train.loss") == {
-        point.step: point.values["loss"] for point in run.metrics() if point.kind == "train"
+        point.step: point.values["loss"] for point in read_points(run) if point.kind == "train"
     }
     assert Seen(run, uri).run.info.status == "FAILED"
 

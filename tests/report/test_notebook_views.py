@@ -7,8 +7,8 @@ from html.parser import HTMLParser
 import pytest
 
 from packtrain.errors import PacktrainError, harmless
+from packtrain.observe.status import read_end
 from packtrain.report.notebook import PrintedLines, Report, Shown, draw, panel_of, runs_table
-from packtrain.report.summary import overview
 from packtrain.run.records import Event, Point, Result
 from packtrain.run.run import Run
 from packtrain.store import Store
@@ -76,7 +76,7 @@ def test_a_panel_shows_state_progress_scores_and_curves(run: Run) -> None:
 def test_text_from_the_store_cannot_do_anything_in_a_notebook(run: Run, directory_store: Store) -> None:
     run.finish(Result("failed", SCRIPT, 2, 1.0))
     other = new_run(directory_store, program_job(program=["train.py", SCRIPT]))
-    rows = [(one.name, overview(one, "failed")) for one in (run, other)]
+    rows = [(one.name, read_end(one, "failed")) for one in (run, other)]
     damaged = ("bad-1", PacktrainError(SCRIPT.replace("\x1b", "")))
     for page in (panel_of(run).html, runs_table([*rows, damaged], "store")):
         assert_harmless(page)
@@ -110,9 +110,9 @@ def test_outside_of_a_notebook_each_change_is_a_line(capsys: pytest.CaptureFixtu
 
 
 def test_a_table_without_a_price_has_no_column_for_it(run: Run, directory_store: Store) -> None:
-    assert "cost" not in runs_table([("job-1", overview(run, "stopped"))], "store")
+    assert "cost" not in runs_table([("job-1", read_end(run, "stopped"))], "store")
     priced = new_run(directory_store, recipe_job("rented", fleet={"local": {}, "price": 2.0}))
-    assert "cost" in runs_table([("rented-1", overview(priced, "stopped"))], "store")
+    assert "cost" in runs_table([("rented-1", read_end(priced, "stopped"))], "store")
     assert "No runs in s3://here" in runs_table([], "s3://here")
 
 

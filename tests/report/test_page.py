@@ -8,7 +8,7 @@ import pytest
 from hypothesis import example, given
 from hypothesis import strategies as st
 
-from packtrain.report.page import HEIGHT, WIDTH, Series, line_chart, nice_ticks, thin
+from packtrain.report.page import HEIGHT, WIDTH, Series, line_chart, nice_ticks
 
 Points = list[tuple[float, float]]
 sizes = st.floats(-1e300, 1e300)
@@ -63,29 +63,6 @@ def test_ticks_are_few_finite_and_increasing_and_enclose_the_values(one: float, 
     slack = 1e-9 * max(abs(low), abs(high), 1e-290)
     assert ticks[0] <= low + slack
     assert ticks[-1] >= high - slack
-
-
-# Thinning.
-
-
-def test_up_to_300_points_are_drawn_unchanged() -> None:
-    points = [(float(x), float(x * x)) for x in range(300)]
-    assert thin(points) == points
-
-
-@given(st.integers(301, 3000))
-def test_many_points_are_thinned_to_about_300_in_order_and_keep_both_ends(count: int) -> None:
-    points = [(float(x), float(x % 7)) for x in range(count)]
-    few = thin(points)
-    assert len(few) <= 302
-    assert (few[0], few[-1]) == (points[0], points[-1])
-    assert [x for x, _ in few] == sorted(x for x, _ in few)
-    assert all(0 <= y <= 6 for _, y in few)
-
-
-def test_thinning_averages_neighbors() -> None:
-    few = thin([(float(x), 5.0 + (-1) ** x) for x in range(6000)])
-    assert all(y == pytest.approx(5.0) for _, y in few[1:-1])
 
 
 # Charts.

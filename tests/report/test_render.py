@@ -10,14 +10,14 @@ import pytest
 
 from pack.corpus import job_of
 from packtrain.job import Job
+from packtrain.observe.evidence import Evidence
+from packtrain.observe.goodput import Goodput
+from packtrain.observe.status import Status, status_in_full
 from packtrain.report import report_page, report_url, write_report
-from packtrain.report.evidence import Evidence
 from packtrain.report.finding import Chart, Finding, Rows, Shares, Text, Verdict
 from packtrain.report.findings import findings_of
-from packtrain.report.goodput import Goodput
 from packtrain.report.page import Series
 from packtrain.report.render import render
-from packtrain.report.summary import Summary, summary_of
 from packtrain.run.records import Event, Generation, Member, Point, Result, Sample, TimeSpent
 from packtrain.run.run import Run, create_run
 from packtrain.store import Store
@@ -44,7 +44,7 @@ def run(directory_store: Store, tmp_path: Path) -> Run:
 
 def page_of(run: Run, points: list[Point], result: Result | None = None, **records: object) -> Page:
     state = result.status if result else "running"
-    summary = summary_of(run, state, points, result)
+    summary = status_in_full(run, state, points, result)
     evidence = Evidence(run.job, summary, raw=points, result=result, **records)  # type: ignore[arg-type]
     return Page(render(evidence, findings_of(evidence)))
 
@@ -116,7 +116,7 @@ def test_answers_come_before_everything_else_and_open_to_their_evidence(run: Run
 def test_every_verdict_has_a_mark_and_a_word(run: Run) -> None:
     verdicts: tuple[Verdict, ...] = ("good", "note", "bad", "unknown")
     findings = [Finding(one, "model", "A question?", "An answer.", one) for one in verdicts]
-    evidence = Evidence(run.job, summary_of(run, "running", [], None))
+    evidence = Evidence(run.job, status_in_full(run, "running", [], None))
     text = "".join(Page(render(evidence, findings)).text)
     assert "✓ 1 good! 1 worth knowing✕ 1 to change? 1 not known" in text
     assert "A question? (to change)" in text, "for those who do not see the mark"
@@ -129,7 +129,7 @@ def test_every_kind_of_figure_is_drawn(run: Run) -> None:
         Rows(("head",), (("cell",),)),
         Text("command", "packtrain run"),
     )
-    evidence = Evidence(run.job, summary_of(run, "running", [], None))
+    evidence = Evidence(run.job, status_in_full(run, "running", [], None))
     page = Page(render(evidence, [Finding("x", "run", "Q", "A", "good", ("a fact",), figures)]))
     for text in ("restart", "forward 75.0%", "something new 25.0%", "head", "cell", "packtrain run", "a fact"):
         assert text in page.text
@@ -165,7 +165,7 @@ def test_the_last_200_events_are_shown_with_their_times(run: Run) -> None:
 
 def test_all_text_is_escaped(run: Run) -> None:
     names = {f"valid.{EVIL}": 1.0}
-    summary = Summary(
+    summary = Status(
         run=EVIL, state="failed", reason=EVIL, description=EVIL, step=1, goal=None, loss=None, loss_steps=0, rate=None,
         measure=EVIL, lower=False, unit=EVIL, units_per_second=1.0, seconds=1.0, score=None, test=None, best=None,
         scores=names, counts={}, signatures={EVIL: EVIL}, generations=1, machines=(),

@@ -7,9 +7,9 @@ from dataclasses import replace
 import pytest
 
 from packtrain.job import Job
+from packtrain.observe.evidence import Evidence
 from packtrain.pack.manifest import FORMAT, Manifest
 from packtrain.plan.sizes import known_model
-from packtrain.report.evidence import Evidence
 from packtrain.report.finding import Rows
 from packtrain.report.speed import balance, data_loading, devices, duration, flops_used, network, scaling, step_times
 from packtrain.run.checkpoint import Checkpoint, StoredFile
@@ -50,7 +50,7 @@ def test_the_duration_names_the_largest_loss_and_what_to_do() -> None:
 def test_a_program_has_a_duration_without_parts() -> None:
     found = duration(evidence_of(job=program_job()))
     assert found.answer == "40 s."
-    assert duration(evidence_of(job=program_job(), summary={"seconds": 0.0})).verdict == "unknown"
+    assert duration(evidence_of(job=program_job(), status={"seconds": 0.0})).verdict == "unknown"
 
 
 # Devices.
@@ -113,7 +113,7 @@ def on_a_gpu(name: str, job: Job | None = None) -> Evidence:
 def test_the_flops_of_a_model_are_compared_with_the_peak_of_its_gpu() -> None:
     evidence = on_a_gpu("NVIDIA A100-SXM4-80GB")
     assert evidence.manifest is not None
-    model, speed = known_model(evidence.job, evidence.manifest), evidence.summary.units_per_second
+    model, speed = known_model(evidence.job, evidence.manifest), evidence.status.units_per_second
     assert model is not None
     assert speed is not None
     used = flops_used(evidence)

@@ -7,7 +7,7 @@ from dataclasses import replace
 
 import pytest
 
-from packtrain.report.summary import overview
+from packtrain.observe.status import read_end
 from packtrain.report.sweep import (
     SweepRow,
     SweepTable,
@@ -107,7 +107,7 @@ def test_a_sweep_shows_the_score_that_ls_shows(directory_store: Store) -> None:
     run.finish(Result("finished", "", 10, 9.0, {"valid.bleu": 1.84}, counts={"valid.bleu": 800}))
     table = sweep_table(directory_store, "s")
     assert [(row.run, row.score, row.samples) for row in table.rows] == [("s-2", 1.84, 800), ("s-1", 30.0, 100)]
-    assert overview(run, "finished").headline == "valid bleu 1.84 (800 samples)"
+    assert read_end(run, "finished").headline == "valid bleu 1.84 (800 samples)"
 
 
 def test_a_name_is_that_of_a_run_before_it_is_that_of_a_sweep(directory_store: Store) -> None:

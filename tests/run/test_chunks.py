@@ -54,16 +54,6 @@ def test_what_was_flushed_is_read_in_order(any_store: Store) -> None:
     assert numbers(reading.read()) == [1, 2, 3]
 
 
-def test_what_is_not_consumed_stays_new(any_store: Store) -> None:
-    writing, reading = writer(any_store), reader(any_store)
-    for number in (1, 2, 3):
-        note(writing, number)
-        writing.flush()
-    assert numbers(next(reading.chunks())) == [1]
-    assert [numbers(chunk) for chunk in reading.chunks()] == [[2], [3]]
-    assert list(reading.chunks()) == []
-
-
 def test_the_last_chunks_of_each_writer_can_be_left_to_read(any_store: Store) -> None:
     for name, count in (("v", 1), ("w", 4)):
         writing = writer(any_store, name)

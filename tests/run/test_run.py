@@ -12,8 +12,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from packtrain.errors import NotFound, PacktrainError
+from packtrain.observe.history import read_points, read_recent, surviving
 from packtrain.run.records import Generation, Point, Result, Sample
-from packtrain.run.run import Run, create_run, open_run, run_names, surviving
+from packtrain.run.run import Run, create_run, open_run, run_names
 from packtrain.store import ObjectNotFound, Store, open_store
 from packtrain.store.records import DamagedRecord, encode
 from parts.clock import wait_for_tick
@@ -340,7 +341,7 @@ def test_metrics_are_read_from_all_generations(any_store: Store) -> None:
         for step in steps:
             writer.append(a_point("train", generation, step))
         writer.flush()
-    line = [(point.generation, point.step) for point in run.metrics() if point.kind == "train"]
+    line = [(point.generation, point.step) for point in read_points(run) if point.kind == "train"]
     assert line == [(1, 1), (1, 2), (2, 3), (2, 4)]
 
 
@@ -354,7 +355,7 @@ def test_recent_points_are_the_end_of_the_surviving_points(attempts, steps, eval
             for point in sorted(attempt, key=lambda point: point.step):
                 writer.append(point)
                 writer.flush()
-        recent, line = run.recent_points(steps, evaluated), run.metrics()
+        recent, line = read_recent(run, steps, evaluated), read_points(run)
     wanted = {"train": steps, "valid": int(evaluated)}
     for kind, count in wanted.items():
         found, whole = ([point for point in points if point.kind == kind] for points in (recent, line))

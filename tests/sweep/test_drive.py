@@ -21,6 +21,7 @@ from packtrain.fleet.ssh import SshSettings
 from packtrain.job.changes import changed_job
 from packtrain.job.job import ReportSettings
 from packtrain.job.kinds import FLEETS, kind_class
+from packtrain.observe.history import read_points
 from packtrain.pack.build import PlainProgress
 from packtrain.report.sweep import sweep_table
 from packtrain.run.checkpoint import committed
@@ -148,7 +149,7 @@ def test_a_killed_sweep_continues_and_two_of_one_name_do_not_double_runs(killed:
     assert ends[0] is not None
     assert 20 <= ends[0].step < 40
     assert committed(loser)[-1].step == ends[0].step, "it could train on"
-    steps = [point.step for point in winner.metrics() if point.kind == "train"]
+    steps = [point.step for point in read_points(winner) if point.kind == "train"]
     assert steps == list(range(1, 41)), "every step once"
     assert [sweep_of(run) for run in (loser, winner)] == ["both", "both"]
     assert sorted(open_store(sandbox.store).folders("runs/")) == ["both-1", "both-2"]

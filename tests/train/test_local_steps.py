@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 import torch
 
+from packtrain.observe.history import read_points
 from packtrain.run.checkpoint import committed
 from packtrain.train.gradient_sync import SyncedModel
 from packtrain.train.local_steps import LocalStepsSettings, LocalStepsSync, fragments_of
@@ -51,7 +52,7 @@ def test_local_steps_evaluate_and_save_only_at_a_sync(training: Training) -> Non
     """Evaluations and saves that fall due between them wait; the last step is one."""
     sections = {"evaluate": {"every": "3 steps"}, "checkpoint": {"every": "1 steps", "keep_last": 10}}
     run = training.run(2, sections, exchange={"local": {"every": "4 steps"}})
-    assert [point.step for point in run.metrics() if point.kind == "valid"] == [4, 8, 10]
+    assert [point.step for point in read_points(run) if point.kind == "valid"] == [4, 8, 10]
     assert {one.step for one in committed(run)} <= {4, 8, 10}
     assert committed(run)[-1].step == 10
 
@@ -124,7 +125,7 @@ def test_weights_that_do_not_learn_are_evaluated_as_they_are() -> None:
 def test_evaluations_and_saves_wait_until_an_exchange_is_applied(training: Training) -> None:
     sections = {"evaluate": {"every": "1 steps"}, "checkpoint": {"every": "1 steps", "keep_last": 10}}
     run = training.run(2, sections, exchange={"local": OVERLAPPED}, ema=0.9, duration="11 steps")
-    assert [point.step for point in run.metrics() if point.kind == "valid"] == [6, 10, 11]
+    assert [point.step for point in read_points(run) if point.kind == "valid"] == [6, 10, 11]
     saved = committed(run)[-1]
     assert {"worker.safetensors", "worker-1.safetensors"} <= {file.name for file in saved.files}
 

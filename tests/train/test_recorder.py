@@ -9,6 +9,7 @@ import pytest
 import torch
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
+from packtrain.observe.history import read_points
 from packtrain.run.records import Point, TimeSpent
 from packtrain.run.run import Run
 from packtrain.store import Store, StoreError
@@ -101,7 +102,7 @@ def test_the_spans_of_a_run_add_up_to_its_time(directory_store: Store, control: 
 def test_every_step_records_where_its_time_went(directory_store: Store, control: Control) -> None:
     run = tiny_run(directory_store, SLOW)
     Trainer(run, Slow(run.job), World(), 1, control).train()
-    for point in run.metrics():
+    for point in read_points(run):
         if point.kind == "train":
             spans = [value for name, value in point.values.items() if name.removesuffix("_seconds") in SPANS]
             assert point.values["step_seconds"] == pytest.approx(sum(spans))

@@ -16,6 +16,7 @@ from safetensors.torch import load_file
 from pack.pictures import photo, saved
 from packtrain.job import Job
 from packtrain.job.job import EvaluateSettings
+from packtrain.observe.history import read_points
 from packtrain.recipes.recipe import MAX_SHOWN, SHOWN_SAMPLES
 from packtrain.run.checkpoint import committed, fetch
 from packtrain.run.records import MAX_PICTURE_BYTES, Point, Sample
@@ -62,7 +63,7 @@ def trained(folder: Path, job: Job) -> Run:
 
 
 def evaluations(run: Run) -> list[Point]:
-    return [point for point in run.metrics() if point.kind == "valid"]
+    return [point for point in read_points(run) if point.kind == "valid"]
 
 
 def image_of(run: Run, sample: Sample) -> Image.Image:
@@ -127,7 +128,7 @@ def test_samples_change_neither_losses_nor_weights(make_job: Any, tmp_path: Path
         for name, settings in (("often", EVERY_STEP), ("never", {"samples": 0}))
     )
     losses = [
-        [(point.values["loss"], point.values["gradient_norm"]) for point in run.metrics() if point.kind == "train"]
+        [(point.values["loss"], point.values["gradient_norm"]) for point in read_points(run) if point.kind == "train"]
         for run in (often, never)
     ]
     assert losses[0] == losses[1]

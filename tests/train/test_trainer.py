@@ -20,6 +20,7 @@ from torch import Tensor, nn
 from packtrain.data.order import Ids
 from packtrain.errors import Mistake, PacktrainError
 from packtrain.job.kinds import EXCHANGES, OPTIMIZERS, SCHEDULES
+from packtrain.observe.history import read_points
 from packtrain.recipes import Batch, EvaluationRequest, Measurement, Scores
 from packtrain.run.checkpoint import Checkpoint, Superseded, commit, committed, last_step
 from packtrain.run.run import Run
@@ -225,7 +226,7 @@ def test_a_run_already_at_its_goal_only_writes_the_result(directory_store: Store
     result = run.result()
     assert result is not None
     assert (result.status, result.step) == ("finished", STEPS)
-    assert len([point for point in run.metrics() if (point.kind, point.step) == ("valid", STEPS)]) == 1
+    assert len([point for point in read_points(run) if (point.kind, point.step) == ("valid", STEPS)]) == 1
 
 
 def test_without_its_last_checkpoint_a_run_is_not_finished(
@@ -262,10 +263,10 @@ def test_a_stop_at_the_end_of_an_epoch_neither_repeats_nor_skips_samples(
     train(straight, control)
     train(stopped, control, Interrupted(job, IN_EPOCH - 1, control.request_stop))
     assert [one.step for one in committed(stopped)] == [IN_EPOCH]
-    assert [point.step for point in stopped.metrics() if point.kind == "valid"] == []
+    assert [point.step for point in read_points(stopped) if point.kind == "valid"] == []
     train_to_the_end(stopped, tmp_path)
     assert history(stopped) == history(straight)
-    assert [point.step for point in stopped.metrics() if point.kind == "valid"] == [IN_EPOCH, 2 * IN_EPOCH]
+    assert [point.step for point in read_points(stopped) if point.kind == "valid"] == [IN_EPOCH, 2 * IN_EPOCH]
     assert weights(stopped) == weights(straight)
 
 
@@ -282,7 +283,7 @@ def test_an_evaluation_abandoned_for_a_stop_is_made_after_the_resume(directory_s
     train(straight, new_control(tmp_path, "straight"))
     train(stopped, new_control(tmp_path, "first"), Signaled(job))
     assert [one.step for one in committed(stopped)] == [3]
-    assert [point.step for point in stopped.metrics() if point.kind == "valid"] == []
+    assert [point.step for point in read_points(stopped) if point.kind == "valid"] == []
     train(stopped, new_control(tmp_path, "second"), Signaled(job), generation=2)
     assert stopped.result() is None
     assert losses(stopped).keys() == {1, 2, 3}
@@ -517,7 +518,7 @@ def test_without_a_test_split_the_full_validation_split_is_evaluated_once(
     Noted.measured.clear()
     train(run, control, Noted(run.job))
     assert Noted.measured == [(0 if number else 5, ids) for number, ids in enumerate(decoded)]
-    result, [point] = run.result(), [point for point in run.metrics() if point.kind == "valid"]
+    result, [point] = run.result(), [point for point in read_points(run) if point.kind == "valid"]
     assert result is not None
     assert result.scores == {f"valid.{name}": point.values[name] for name in ("closeness", "loss")}
     assert point.counts == {"closeness": min(samples, 5), "loss": 5}, "as in every evaluation before it"
@@ -648,7 +649,7 @@ def test_keep_best_follows_the_metric_named_in_the_job(
     run = tiny_run(directory_store, tiny_job(train=settings, evaluate={"every": "1 steps"}, checkpoint=kept))
     train(run, control)
     name = best_by or "closeness"
-    measured = {point.step: sign * point.values[name] for point in run.metrics() if point.kind == "valid"}
+    measured = {point.step: sign * point.values[name] for point in read_points(run) if point.kind == "valid"}
     scores = {one.step: one.score for one in committed(run)}
     assert set(scores) == {max(measured, key=lambda step: measured[step]), STEPS}
     assert all(score == measured[step] for step, score in scores.items())
@@ -795,7 +796,7 @@ def test_a_signal_to_one_worker_during_an_evaluation_stops_all_of_them(
     lines.run(run, ranks=2, recipe="called")
     assert run.result() is None
     assert committed(run)[-1].step == 3
-    assert not [point for point in run.metrics() if point.kind == "valid"]
+    assert not [point for point in read_points(run) if point.kind == "valid"]
     lines.run(run, 2, ranks=2)
     lines.run(lines.straight, ranks=2)
     assert history(run) == history(lines.straight)

@@ -26,6 +26,7 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from packtrain.data.order import Ids
 from packtrain.job import Job
+from packtrain.observe.history import read_points
 from packtrain.recipes import Batch, EvaluationRequest, Measurement, Scores
 from packtrain.run.checkpoint import committed
 from packtrain.run.records import Sample
@@ -406,7 +407,7 @@ def history(run: Run) -> dict[tuple[str, int], dict[str, float]]:
     """What the surviving line measured, without what depends on the clock."""
     return {
         (point.kind, point.step): {name: it for name, it in point.values.items() if not name.endswith("seconds")}
-        for point in run.metrics()
+        for point in read_points(run)
         if point.kind != "start"
     }
 

@@ -6,7 +6,6 @@ import signal
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from heapq import merge
 
 from rich.live import Live
 from rich.text import Text
@@ -17,21 +16,21 @@ from packtrain.cli.screen import Part, Screen, console
 from packtrain.errors import EXIT_ALREADY_JOINED, EXIT_INTERRUPTED, NotFinished, PacktrainError, RunFailed, harmless
 from packtrain.fleet import Machine, StartedNode, fleet_to_ask, release, states_of
 from packtrain.job import Job
-from packtrain.report import report_url, write_report
-from packtrain.report.cost import goal_step, seconds_to_goal, share_done
-from packtrain.report.goodput import COMPUTING, LABELS, Goodput
-from packtrain.report.score import of_samples, score_title
-from packtrain.report.summary import (
+from packtrain.observe.follower import News
+from packtrain.observe.goodput import Goodput
+from packtrain.observe.history import (
     RECENT_STEPS,
-    About,
-    Summary,
-    about,
-    add_step,
+    RecentPoints,
+    goal_step,
+    progress,
     recent_losses,
-    summarize,
-    units_per_second,
+    seconds_to_goal,
+    throughput,
 )
-from packtrain.run.chunks import ChunkReader
+from packtrain.observe.measure import of_samples, score_title
+from packtrain.observe.spans import COMPUTING, LABELS
+from packtrain.observe.status import About, Status, about, read_status
+from packtrain.report import report_url, write_report
 from packtrain.run.liveness import (
     EXIT_CODES,
     LEASE_LOST_SECONDS,
@@ -43,7 +42,7 @@ from packtrain.run.liveness import (
     state_of,
 )
 from packtrain.run.outputs import output_sizes
-from packtrain.run.records import Event, Generation, LogLine, Point, loss_name
+from packtrain.run.records import Event, LogLine, Point, loss_name
 from packtrain.run.run import Run
 from packtrain.run.sweeps import sweep_of
 from packtrain.store import StoreAway, StoreError
@@ -62,45 +61,19 @@ _SHOWN_OUTPUTS = 9
 _LABEL_WIDTH = 24  # a score may have any name, and must not push all others to the right
 _LOG_LINE_SECONDS = 5.0
 _SHOWN_WARNINGS = 3  # the last ones, in the summary of a run
-_HISTORY_LINES, _HISTORY_CHUNKS = 20, 50  # of a run that is followed from its middle
-
-
-class ProgramOutput:
-    """Reads what rank 0 of a program prints, from now on; the other ranks usually print the same, or nothing.
-
-    `but` are the chunks of each machine, from before, that are read as well.
-    """
-
-    def __init__(self, run: Run, but: int = 0) -> None:
-        self._run, self._reader = run, run.log_lines().skip(but)
-        self._latest: Generation | None = None
-        self._nodes: list[str] = []  # that have or had rank 0: each writes the lines of all its workers
-
-    def read(self) -> list[LogLine]:
-        self._latest = self._run.latest_generation(self._latest)
-        if self._latest is not None and self._latest.members[0].node not in self._nodes:
-            self._nodes.append(self._latest.members[0].node)
-        return [line for line in self._reader.read(self._nodes) if line.rank == 0]
-
-
-Streams = tuple[ChunkReader[Event], ChunkReader[Point], ProgramOutput]
-
-
-def new_streams(run: Run) -> Streams:
-    """Return readers of what the run records from now on; a resumed run has a history that was shown before."""
-    return run.events().skip(), run.points().skip(), ProgramOutput(run)
+_HISTORY_LINES = 20  # of a run that is followed from its middle
 
 
 def follow(
-    run: Run, nodes: Sequence[StartedNode], foreground: bool, streams: Streams | None = None, quiet: bool = False
+    run: Run, nodes: Sequence[StartedNode], foreground: bool, news: News | None = None, quiet: bool = False
 ) -> int:
     """Show the run until it ends and return its exit code. Ctrl-C detaches, or stops a run in the foreground.
 
-    Without `streams`, the last lines of what the run has recorded before are shown first. Unless `quiet`, what rank 0
+    Without `news`, the last lines of what the run has recorded before are shown first. Unless `quiet`, what rank 0
     of a program prints is shown, too.
     """
     try:
-        return _follow(run, nodes, foreground, streams, quiet)
+        return _follow(run, nodes, foreground, news, quiet)
     except StoreError as error:
         if not error.temporary:
             raise
@@ -109,16 +82,16 @@ def follow(
         ) from None
 
 
-def _follow(run: Run, nodes: Sequence[StartedNode], foreground: bool, streams: Streams | None, quiet: bool) -> int:
+def _follow(run: Run, nodes: Sequence[StartedNode], foreground: bool, news: News | None, quiet: bool) -> int:
     screen = console()
-    if not nodes and streams is None:
+    if not nodes and news is None:
         check_launched(run)
     screen.say((run.name, "bold"), f" in {run.store.url}")
-    follower = Follower(run, nodes, screen, streams=streams, quiet=quiet)
+    follower = Follower(run, nodes, screen, news=news, quiet=quiet)
     try:
         try:
             # Nobody waits a minute for machines that left long ago.
-            if not nodes and streams is None and _is_over(run):
+            if not nodes and news is None and _is_over(run):
                 follower.read()
             else:
                 follower.until_ended()
@@ -140,7 +113,7 @@ def _follow(run: Run, nodes: Sequence[StartedNode], foreground: bool, streams: S
     state = state_of(run)
     if not run.store.exists(run.key("report.html")):  # the machines died before they could write it
         write_report(run)
-    print_summary(screen, run, summarize(run, state))
+    print_summary(screen, run, read_status(run, state))
     if run.result() is not None:
         release(run, screen.say)
     if state != "finished":
@@ -246,19 +219,17 @@ class Follower:
         screen: Screen,
         machines: MachineWatch | None = None,
         poll_seconds: float = _POLL_SECONDS,
-        streams: Streams | None = None,
+        news: News | None = None,
         quiet: bool = False,
     ) -> None:
         self._run, self._job, self._nodes, self._screen = run, run.job, nodes, screen
         self._poll_seconds = poll_seconds
-        self._has_history = streams is None
-        self._events, self._points, output = streams or (
-            run.events(), run.points().skip(_HISTORY_CHUNKS), ProgramOutput(run, _HISTORY_CHUNKS)
-        )  # fmt: skip
-        self._output = output if self._job.program is not None and not quiet else None
-        self._steps: list[Point] = []
+        self._has_history = news is None
+        self._news = news or News(run, history=True)
+        self._has_lines = self._job.program is not None and not quiet
+        self._recent = RecentPoints(self._job.step_kind)
         self._evaluation: Point | None = None
-        self._told: set[tuple[int, str, str]] = set()
+        self._printed: set[tuple[int, str, str]] = set()
         self._deadline: float | None = None
         self._machines = machines or MachineWatch(run)
         self._shortage: Shortage | None = None
@@ -297,7 +268,7 @@ class Follower:
         if not self._screen.is_terminal and time.monotonic() - self._plain_at > _PLAIN_LINE_SECONDS:
             self._plain_at = time.monotonic()
             if line != self._plain_line:  # during an evaluation nothing of it changes
-                self._print("train" if self._steps else "", "dim", line.strip())
+                self._print("train" if self._recent.latest_steps else "", "dim", line.strip())
             self._plain_line = line
         if result is not None:
             # The last machine writes the report after the result; give it time.
@@ -336,56 +307,47 @@ class Follower:
 
     def read(self) -> None:
         """Print the events and evaluations since the last call in their order, and note the steps."""
-        # Points keep the order of training, whatever the clocks of two machines say.
-        events = sorted(self._events.read(), key=lambda event: event.time)
-        points = sorted(self._points.read(), key=lambda point: (point.generation, point.step))
-        lines = self._output.read() if self._output is not None else []
-        news: Iterator[Event | Point | LogLine] = merge(events, points, lines, key=lambda one: one.time)
-        shown = [one for one in news if self._is_shown(one)]
+        shown = [record for record in self._news.read(self._has_lines) if self._is_shown(record)]
         if self._has_history and len(shown) > _HISTORY_LINES:
             self._print("earlier", "dim", (f"{len(shown) - _HISTORY_LINES:,} lines", "dim"))
             shown = shown[-_HISTORY_LINES:]
         self._has_history = False
-        for one in shown:
-            if isinstance(one, Event):
-                style = "yellow" if one.display == "warning" else "dim"
-                self._print(one.kind, style, one.text.removeprefix(f"{one.kind} "))
-            elif isinstance(one, LogLine):
-                self._screen.say(one.text)
+        for record in shown:
+            if isinstance(record, Event):
+                style = "yellow" if record.display == "warning" else "dim"
+                self._print(record.kind, style, record.text.removeprefix(f"{record.kind} "))
+            elif isinstance(record, LogLine):
+                self._screen.say(record.text)
             else:
-                self._print(one.kind, "dim", *scores_of(one))
+                self._print(record.kind, "dim", *scores_in_words(record))
 
-    def _is_shown(self, one: Event | Point | LogLine) -> bool:
+    def _is_shown(self, record: Event | Point | LogLine) -> bool:
         """Note it; True if it is something to print."""
-        if isinstance(one, Event):
-            if one.kind == "generation":
-                self._note_generation(one)
+        if isinstance(record, Event):
+            if record.kind == "generation":
+                self._note_generation(record)
             # Every machine tells of a generation that starts, and several may see that one is lost.
-            told = (one.generation, one.kind, one.text)
-            if one.display == "report" or told in self._told:
+            news = (record.generation, record.kind, record.text)
+            if record.display == "report" or news in self._printed:
                 return False
-            self._told.add(told)
+            self._printed.add(news)
             return True
-        if isinstance(one, LogLine):
+        if isinstance(record, LogLine):
             return True
-        if one.kind == "start":
-            self._steps.clear()  # speed and time left are those of the current generation
-        elif one.kind == self._job.step_kind:
-            add_step(self._steps, one)
-            del self._steps[:-RECENT_STEPS]
-            if one.is_evaluation:
-                self._evaluation = one
-        elif one.kind in ("valid", "test"):
-            before, self._evaluation = self._evaluation, one
+        self._recent.add(record)
+        if record.is_evaluation:
+            self._evaluation = record
+        elif record.kind in ("valid", "test"):
+            before, self._evaluation = self._evaluation, record
             # If a periodic evaluation covers the full validation split, the last two evaluations are the same.
-            return before is None or (before.kind, scores_of(before)) != (one.kind, scores_of(one))
+            return before is None or ((before.kind, scores_in_words(before)) != (record.kind, scores_in_words(record)))
         return False
 
     def _note_generation(self, event: Event) -> None:
         self._started = event.time  # a program reports no steps: show how long it has been running
         generation = next(iter(self._run.generations(after=max(0, event.generation - 1))), None)
-        left = generation.seconds_left if generation else None
-        self._deadline = None if left is None else event.time + left
+        seconds = generation.seconds_left if generation else None
+        self._deadline = None if seconds is None else event.time + seconds
 
     def _print(self, kind: str, style: str, *parts: Part) -> None:
         self._screen.say_row(f"{kind:>10}", style, *parts)
@@ -394,11 +356,11 @@ class Follower:
         """Return the live line: a shortage of machines, the progress of training, or `starting`."""
         if self._shortage is not None:
             return f"  {self._shortage.text}"
-        if self._steps:
-            left = None if self._deadline is None else self._deadline - self._steps[-1].time
+        if steps := self._recent.latest_steps:
+            budget = None if self._deadline is None else self._deadline - steps[-1].time
             if self._job.recipe is None:
-                return logged_line(self._steps, left, self._evaluation)
-            return progress_line(self._job, self._steps, left, self._screen.width if self._screen.is_terminal else None)
+                return logged_line(steps, budget, self._evaluation)
+            return progress_line(self._job, steps, budget, self._screen.width if self._screen.is_terminal else None)
         if self._job.program is not None and self._started is not None:
             return f"  running for {show_seconds(max(0.0, time.time() - self._started))}"
         return "  starting"
@@ -415,11 +377,11 @@ def progress_line(job: Job, steps: Sequence[Point], budget_left: float | None = 
     parts = {
         "bar": ""
         if width is None
-        else _bar(share_done(job, last) or 0.0, _BAR_WIDTH if width >= 100 else _BAR_WIDTH // 2),
+        else _bar(progress(job, steps) or 0.0, _BAR_WIDTH if width >= 100 else _BAR_WIDTH // 2),
         "step": f"step {last.step:,}" + ("" if goal is None else f" of {goal:,}"),
         "loss": f"loss {sum(losses) / len(losses):.3f}",
         "rate": f"lr {last.values['rate']:.2g}",
-        "speed": f"{show_speed(units_per_second(steps, unit) or 0.0)} {unit}/s",
+        "speed": f"{show_speed(throughput(steps, unit) or 0.0)} {unit}/s",
         "left": f"{'?' if seconds is None else show_seconds(seconds)} left",
         "budget": "" if budget_left is None else f"budget {show_seconds(max(0.0, budget_left))}",
     }
@@ -439,7 +401,7 @@ def _bar(share: float, width: int) -> str:
     return "━" * filled + "╌" * (width - filled)
 
 
-def scores_of(point: Point) -> tuple[Part, ...]:
+def scores_in_words(point: Point) -> tuple[Part, ...]:
     """Return an evaluation as `step 500  loss 2.271 (800 samples)  bleu 20.301  chrf 50.128 (100 samples)`."""
     names = [name for name in point.values if not name.endswith("_seconds")]
     counts = [point.counts.get(name) for name in names]
@@ -456,23 +418,22 @@ class StepLines:
 
     def __init__(self, job: Job, every_seconds: float = _LOG_LINE_SECONDS) -> None:
         self._job, self._every_seconds = job, every_seconds
-        self._steps: list[Point] = []
-        self._said_at = 0.0
+        self._recent = RecentPoints(job.step_kind)
+        self._printed_at = 0.0
 
     def lines(self, points: Iterable[Point]) -> Iterator[tuple[float, str]]:
         """Yield the time and the text of each line."""
-        for point in sorted(points, key=lambda one: (one.generation, one.step)):
-            if point.kind == "start":
-                self._steps.clear()
-            elif point.kind == "train":
-                self._steps = [*self._steps[1 - RECENT_STEPS :], point]
+        for point in sorted(points, key=lambda point: (point.generation, point.step)):
+            self._recent.add(point)
+            if point.kind == "train":
                 # One step alone tells neither speed nor time left.
-                if len(self._steps) > 1 and point.time - self._said_at >= self._every_seconds:
-                    self._said_at = point.time
-                    yield point.time, f"[train] {progress_line(self._job, self._steps)}"
-            elif point.kind != "log":  # a program prints what it wants to say
-                parts = (part if isinstance(part, str) else part[0] for part in scores_of(point))
-                yield point.time, f"[{point.kind}] {''.join(parts)}"
+                is_due = point.time - self._printed_at >= self._every_seconds
+                if is_due and len(steps := self._recent.latest_steps) > 1:
+                    self._printed_at = point.time
+                    yield point.time, f"[train] {progress_line(self._job, steps)}"
+            elif point.kind not in ("start", "log"):  # a program prints what it wants to say
+                texts = (text if isinstance(text, str) else text[0] for text in scores_in_words(point))
+                yield point.time, f"[{point.kind}] {''.join(texts)}"
 
 
 def logged_line(steps: Sequence[Point], budget_left: float | None = None, evaluation: Point | None = None) -> str:
@@ -486,7 +447,7 @@ def logged_line(steps: Sequence[Point], budget_left: float | None = None, evalua
     if losses and name is not None:
         latest[name] = sum(losses) / len(losses)
     first, ends = f"  step {steps[-1].step:,}", list[str]()
-    if (speed := units_per_second(steps, "steps")) is not None:
+    if (speed := throughput(steps, "steps")) is not None:
         ends.append(f"{show_speed(speed)} steps/s")
     if budget_left is not None:
         ends.append(f"budget {show_seconds(max(0.0, budget_left))}")
@@ -506,7 +467,7 @@ def _how_it_ended(node: StartedNode) -> str:
     return f"exited with code {code} ({lines[-1] if lines else 'no output'})"
 
 
-def print_summary(screen: Screen, run: Run, summary: Summary, events: Sequence[Event] = ()) -> None:
+def print_summary(screen: Screen, run: Run, summary: Status, events: Sequence[Event] = ()) -> None:
     """Print what is known of a run, with the last warnings among the events."""
     rows: list[tuple[str, *tuple[Part, ...]]] = [
         ("run", (summary.run, "bold"), f"  {summary.outcome}"),
@@ -544,7 +505,7 @@ def print_summary(screen: Screen, run: Run, summary: Summary, events: Sequence[E
         screen.say_row(f"{label:<{width}}", "dim", *parts)
 
 
-def _score_rows(summary: Summary) -> Iterator[tuple[str, *tuple[Part, ...]]]:
+def _score_rows(summary: Status) -> Iterator[tuple[str, *tuple[Part, ...]]]:
     """Yield the training loss and every score, each with what it is of."""
     logged_loss = loss_name(summary.scores)  # of a program; what a recipe measures has a split before its name
     shown: list[tuple[str, str, str]] = []

@@ -22,7 +22,7 @@ from packtrain.cli.common import (
     hints,
     trusting,
 )
-from packtrain.cli.follow import Streams, follow, new_streams
+from packtrain.cli.follow import follow
 from packtrain.cli.output import unread_output
 from packtrain.cli.screen import ProgressBars, Screen, console
 from packtrain.cli.template import TEMPLATES, InitRequest, write_job
@@ -33,6 +33,7 @@ from packtrain.fork import read_name
 from packtrain.job.changes import changed_job
 from packtrain.job.kinds import FleetKind
 from packtrain.job.load import LoadedJob
+from packtrain.observe.follower import News
 from packtrain.pack.manifest import Manifest, pack_key
 from packtrain.pack.shard import Columns
 from packtrain.pack.workers import Dask, Processes
@@ -271,23 +272,21 @@ def _check_modes(foreground: bool, detach: bool, fleet: FleetKind | None = None)
         raise Mistake(fault)
 
 
-def _start(found: Run, foreground: bool, detach: bool) -> tuple[Streams, list[StartedNode]]:
-    streams = new_streams(found)  # before anything is started: nothing new must be taken for history
+def _start(found: Run, foreground: bool, detach: bool) -> tuple[News, list[StartedNode]]:
+    news = News(found)  # before anything is started: nothing new must be taken for history
     nodes = start(found, foreground, _print_line)
     if detach:
         wait_until_joined(found, nodes)
-    return streams, nodes
+    return news, nodes
 
 
-def _follow(
-    found: Run, started: tuple[Streams, list[StartedNode]], foreground: bool, detach: bool, quiet: bool
-) -> None:
+def _follow(found: Run, started: tuple[News, list[StartedNode]], foreground: bool, detach: bool, quiet: bool) -> None:
     if detach:
         console().say("Started ", (found.name, "bold"), f" in {found.store.url}")
         console().say_lines(hints(found, "follow", "status", "stop"))
         return
-    streams, nodes = started
-    sys.exit(follow(found, nodes, foreground, streams, quiet))
+    news, nodes = started
+    sys.exit(follow(found, nodes, foreground, news, quiet))
 
 
 def _print_line(text: str) -> None:

@@ -30,10 +30,9 @@ from packtrain.cli.follow import StepLines, print_summary
 from packtrain.cli.follow import follow as follow_run
 from packtrain.cli.output import print_json
 from packtrain.cli.screen import console
-from packtrain.cli.watch import watch
 from packtrain.errors import EXIT_DONE, EXIT_FAILED, Mistake, NotFound, PacktrainError, harmless, nearest
 from packtrain.fleet import fleet_to_ask, release, request_stop
-from packtrain.report.summary import About, Overview, about, is_started_here, overview, summarize
+from packtrain.observe.status import About, Status, about, is_started_here, read_end, read_status, status_json
 from packtrain.run.liveness import (
     EXIT_CODES,
     LEASE_LOST_SECONDS,
@@ -47,7 +46,7 @@ from packtrain.run.outputs import output_sizes
 from packtrain.run.run import Run, run_names
 from packtrain.units import counted, parse_moment, show_dollars, show_seconds, show_time
 
-Listed = tuple[Overview, About, str | None]  # and the place in the fleet's queue
+Listed = tuple[Status, About, str | None]  # and the place in the fleet's queue
 Filter = Callable[[State, About | None], bool]
 
 _STOP_POLL_SECONDS = 1.0
@@ -115,8 +114,8 @@ def _filter(states: Sequence[str], job: str | None, tags: Sequence[str], since: 
 def _as_json(run: Run, answer: Listed | PacktrainError) -> dict[str, object]:
     if isinstance(answer, PacktrainError):
         return {"run": run.name, "state": "?", "reason": str(answer)}
-    overview, about, queue = answer
-    return {**asdict(overview), **asdict(about), "queue": queue}
+    status, about, queue = answer
+    return {**status_json(status, in_full=False), **asdict(about), "queue": queue}
 
 
 def _print_list(rows: Sequence[tuple[Run, Listed | PacktrainError]]) -> None:
@@ -168,7 +167,7 @@ def _cells(run: Run, answer: Listed | PacktrainError, differing: Mapping[str, st
         "state": one.state,
         "started": show_time(about.created),
         "queue": harmless(queue or ""),
-        "step": one.progress,
+        "step": one.step_text,
         "loss": "" if one.loss is None else f"{one.loss:.3f}",
         "score": harmless(one.headline),
         "time": show_seconds(one.seconds) if one.seconds else "",
@@ -193,7 +192,7 @@ def fitting(widths: Mapping[str, int], width: int) -> list[str]:
     return shown
 
 
-def _cost(one: Overview) -> str:
+def _cost(one: Status) -> str:
     """Return the dollars so far and expected: `$3.42 of $12.40`."""
     if one.cost is None:
         return ""
@@ -209,33 +208,27 @@ def _listed(run: Run, state: State | PacktrainError, wanted: Filter) -> Listed |
     if not wanted(state, None) or not wanted(state, found := about(run)):
         return None
     fleet = None if state in ("finished", "failed", "stopped") else fleet_to_ask(run)
-    return overview(run, state), found, None if fleet is None else fleet.queue(run)
+    return read_end(run, state), found, None if fleet is None else fleet.queue(run)
 
 
 def show(
     name: RunArgument = None,
     store: StoreOption = None,
     as_json: JsonOption = False,
-    live: Annotated[
-        bool, typer.Option("-w", "--watch", help="Draw curves, machines, events and output until the run ends.")
-    ] = False,
 ) -> None:
     """Show the state, scores, time and machines of a run."""
-    if live and as_json:
-        raise Mistake("--watch and --json exclude each other; use one of them")
     run = find_run(store, name)
-    if live:
-        sys.exit(watch(run))
-    summary = summarize(run, state_of(run))
+    status = read_status(run, state_of(run))
     events = sorted(run.events().read(), key=lambda event: event.time)
     if as_json:
         outputs = {name: sum(sizes) for name, sizes in output_sizes(run).items()}
         history = [asdict(event) for event in events]
-        print_json({**asdict(summary), **asdict(about(run)), "outputs": outputs, "events": history})
+        facts = asdict(about(run))
+        print_json({**status_json(status), **facts, "outputs": outputs, "events": history})
     else:
-        print_summary(console(), run, summary, events)
+        print_summary(console(), run, status, events)
     # Looking at a healthy run is a success, although the run is not finished.
-    sys.exit(0 if summary.state == "running" else EXIT_CODES[summary.state])
+    sys.exit(0 if status.state == "running" else EXIT_CODES[status.state])
 
 
 def follow(name: RunArgument = None, store: StoreOption = None, quiet: QuietOption = False) -> None:

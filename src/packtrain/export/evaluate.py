@@ -23,12 +23,13 @@ from packtrain.export.model import ExportedModel, read_model
 from packtrain.export.predict import load_model, recipe_for
 from packtrain.identity import install_command
 from packtrain.job.kinds import Source
+from packtrain.observe.measure import measure_of
 from packtrain.pack.build import Learned, Packing, PackProgress, pack_later
 from packtrain.pack.fetch import local_source
 from packtrain.pack.given import read_sources
 from packtrain.pack.manifest import Manifest, find_manifest
 from packtrain.pack.workers import Workers
-from packtrain.recipes import EvaluationRequest, Recipe, measure_of
+from packtrain.recipes import EvaluationRequest, Recipe
 from packtrain.recipes.recipe import LAST_EPOCH, Measurement
 from packtrain.recipes.statistics import Floats, Statistic
 from packtrain.run.checkpoint import Choice, candidates

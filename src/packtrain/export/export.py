@@ -39,10 +39,10 @@ from packtrain.export.predict import TrainedModel, load_model, weights_file
 from packtrain.identity import identity
 from packtrain.job import Job
 from packtrain.job.job import BudgetSettings, CheckpointSettings, FleetSettings
+from packtrain.observe.status import read_end
 from packtrain.recipes import EvaluationRequest, Recipe
 from packtrain.recipes.recipe import LAST_EPOCH, Network, Scores
 from packtrain.recipes.statistics import Floats
-from packtrain.report.summary import overview
 from packtrain.run.checkpoint import Checkpoint, Choice, StoredFile, candidates, fetch
 from packtrain.run.liveness import state_of
 from packtrain.run.run import Run
@@ -129,7 +129,7 @@ def _written(
         packtrain=identity(),
         made=time.time(),
     )
-    scores = {name: float(value) for name, value in overview(run, state_of(run)).scores.items()}
+    scores = {name: float(value) for name, value in read_end(run, state_of(run)).scores.items()}
     manifest = ModelManifest(
         FORMAT, str(run.job.recipe), form, options.precision, recipe.labels, origin, parity, scores, files=()
     )

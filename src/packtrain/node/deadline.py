@@ -7,6 +7,7 @@ import time
 from collections.abc import Callable, Iterable
 
 from packtrain.job.job import BudgetSettings, FleetSettings
+from packtrain.observe.status import dollars_paid
 from packtrain.run.records import Generation, Lease
 from packtrain.run.run import Run
 from packtrain.system import say
@@ -29,10 +30,6 @@ def seconds_left(
     if budget.dollars is not None and price is not None:
         limits.append((budget.dollars - dollars_paid(leases)) / price * 3600 / max(1, machines))
     return max(0.0, min(limits)) if limits else None
-
-
-def dollars_paid(leases: Iterable[Lease]) -> float:
-    return sum(lease.machine_seconds / 3600 * lease.dollars_per_hour for lease in leases)
 
 
 def left_at_start(run: Run, latest: Generation | None) -> float | None:

@@ -22,6 +22,7 @@ from pathlib import Path
 import psutil
 
 from packtrain.node.event_file import EventFile, Scalar
+from packtrain.observe.history import read_recent
 from packtrain.run.checkpoint import Checkpoint
 from packtrain.run.chunks import ChunkWriter
 from packtrain.run.records import Generation, LogLine, Point, TellEvent, evaluates, loss_name
@@ -237,7 +238,7 @@ class ProgramMetrics:
             self._collect(is_complete=True)
             points: list[Point] = []
             with suppress(DamagedRecord):
-                points = [point for point in self._run.recent_points(_COMPARED, False) if point.kind == "log"]
+                points = [point for point in read_recent(self._run, _COMPARED, False) if point.kind == "log"]
             before: dict[str, int] = {}
             if restored is not None:
                 most = math.inf if restored.reached is None else restored.reached

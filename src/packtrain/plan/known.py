@@ -17,6 +17,7 @@ from packtrain.errors import Mistake, PacktrainError
 from packtrain.fleet import fleet_of
 from packtrain.job.job import Job
 from packtrain.job.kinds import FLEETS, word_of
+from packtrain.observe.history import read_recent, step_seconds, steps_in, throughput
 from packtrain.pack.manifest import Manifest
 from packtrain.plan.devices import Hardware, Link, aws_hardware, ibm_hardware, this_machine
 from packtrain.plan.estimate import (
@@ -41,7 +42,6 @@ _NO_WORK = {"duration", "schedule", "scale_rate", "clip", "label_smoothing", "pa
 _ENOUGH_STEPS = 20  # of an earlier run
 _RECENT_STEPS = 100
 _LOOKED_AT = 5  # earlier runs of the job
-_BETWEEN_STEPS = ("start_seconds", "evaluation_seconds", "save_seconds")
 
 
 @dataclass(frozen=True)
@@ -144,7 +144,6 @@ class _EarlierRun:
     name: str
     step_seconds: float
     units_per_second: float
-    steps: int
 
 
 def _earlier(run: Run) -> _EarlierRun | None:
@@ -155,15 +154,10 @@ def _earlier(run: Run) -> _EarlierRun | None:
             other = Run(run.store, f"{stem}-{before}")
             if not _is_same_work(run, other):
                 continue
-            points = [point for point in other.recent_points(_RECENT_STEPS, False) if point.kind == "train"]
-            if len(points) < _ENOUGH_STEPS:
-                continue
-            seconds = fmean(
-                point.values["step_seconds"] - sum(point.values.get(name, 0.0) for name in _BETWEEN_STEPS)
-                for point in points
-            )
-            units = fmean(point.values.get(run.job.train.batch.unit, 0.0) for point in points)
-            return _EarlierRun(other.name, seconds, units / seconds, len(points))
+            steps = steps_in(read_recent(other, _RECENT_STEPS, False), "train")
+            speed = throughput(steps, run.job.train.batch.unit)
+            if len(steps) >= _ENOUGH_STEPS and speed is not None:
+                return _EarlierRun(other.name, fmean(map(step_seconds, steps)), speed)
     return None
 
 

@@ -18,7 +18,6 @@ from packtrain.job import Job
 from packtrain.job.kinds import FORMATS, kind_class
 from packtrain.recipes.recipe import (
     Batch,
-    BestBy,
     Decoding,
     EvaluationRequest,
     Measurement,
@@ -32,7 +31,6 @@ from packtrain.run.run import Run
 __all__ = [
     "RECIPES",
     "Batch",
-    "BestBy",
     "Decoding",
     "EvaluationRequest",
     "Measurement",
@@ -40,7 +38,6 @@ __all__ = [
     "Recipe",
     "Scores",
     "check_recipe",
-    "measure_of",
     "recipe_class",
     "recipe_defaults",
     "recipe_of",
@@ -63,16 +60,6 @@ _searched: Path | None = None  # the directory of users' recipes that is on Pyth
 def built_in(name: str | None) -> type[Recipe] | None:
     """Return the class of a recipe of Packtrain, None for any other: to show a run must not execute its user's code."""
     return recipe_class(name) if name is not None and name in RECIPES else None
-
-
-def measure_of(job: Job, recipe: type[Recipe] | None = None) -> BestBy:
-    """Return the score that decides for a job: the one that it names, or else its recipe's. A program has none.
-
-    A run of a user's recipe names it, so `recipe` is only needed before there is a run.
-    """
-    known = recipe or built_in(job.recipe)
-    name = job.checkpoint.best_by or (known.best_metric if known else "")
-    return BestBy(name, name in (known or Recipe).lower_is_better)
 
 
 def recipe_class(name: str, code: Path | None = None) -> type[Recipe]:

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import math
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import asdict, dataclass, field, replace
 from functools import cached_property
@@ -91,18 +91,6 @@ class Scores:
     signatures: dict[str, str] = field(default_factory=dict)
     samples: tuple[Sample, ...] = ()
     counts: dict[str, int] = field(default_factory=dict)
-
-
-@dataclass(frozen=True)
-class BestBy:
-    """The score by which checkpoints and runs are judged; `lower`: it should be low. Without a name there is none."""
-
-    name: str = ""
-    lower: bool = False
-
-    def best(self, scores: Iterable[float]) -> float | None:
-        """Return the best of some scores, without those that are not finite."""
-        return (min if self.lower else max)(filter(math.isfinite, scores), default=None)
 
 
 class Unwanted(Exception):

@@ -5,7 +5,8 @@ from __future__ import annotations
 from dataclasses import asdict
 from typing import Any
 
-from packtrain.report.evidence import Evidence, gather
+from packtrain.observe.evidence import Evidence, gather
+from packtrain.observe.status import status_json
 from packtrain.report.finding import Finding, Rows, Text
 from packtrain.report.findings import findings_of
 from packtrain.report.render import newest_samples, render
@@ -33,7 +34,7 @@ def report_page(run: Run) -> str:
 def report_json(evidence: Evidence) -> dict[str, Any]:
     """Return the answers for scripts, with their numbers and tables. The series are in the metrics."""
     return {
-        **asdict(evidence.summary),
+        **status_json(evidence.status),
         "findings": [finding_json(finding) for finding in findings_of(evidence)],
         "source": asdict(evidence.source) if evidence.source else None,
         "hardware": [{"node": one.node, "hostname": one.hostname, **asdict(one.facts)} for one in evidence.leases],

@@ -8,12 +8,12 @@ from itertools import pairwise
 from statistics import fmean
 from typing import Any
 
+from packtrain.observe.evidence import Evidence
+from packtrain.observe.goodput import lost_seconds, recovery_seconds
+from packtrain.observe.history import step_seconds
 from packtrain.pack.kind import kind_of
-from packtrain.report.evidence import Evidence
 from packtrain.report.finding import Finding, Rows, Verdict, unknown
-from packtrain.report.goodput import lost_seconds, recovery_seconds
 from packtrain.report.speed import graded
-from packtrain.report.summary import step_seconds
 from packtrain.run.checkpoint import whole_name
 from packtrain.run.records import Generation
 from packtrain.units import counted, show_bytes, show_count, show_dollars, show_seconds
@@ -40,7 +40,7 @@ _ROUGHLY = 1.0  # and of a speed that nobody measured, one by less than twice
 def faults(evidence: Evidence) -> Finding:
     """Find the failures and their cost."""
     key, question = "faults", "What went wrong, and what did it cost?"
-    failed = evidence.summary.state == "failed"
+    failed = evidence.status.state == "failed"
     restarts = [one for one in evidence.generations if one.cause not in _NO_FAULT]
     warnings = [event for event in evidence.events if event.display == "warning"]
     if not restarts and not failed:
@@ -52,7 +52,7 @@ def faults(evidence: Evidence) -> Finding:
     lost = lost_seconds(evidence.raw)
     recovering = sum(recoveries.get(one.number, 0.0) for one in restarts)
     again = sum(lost.values())
-    whole = evidence.summary.goodput.seconds
+    whole = evidence.status.goodput.seconds
     share = (recovering + again) / whole if whole else 0.0
     answer = f"{counted(len(restarts), 'restart')}"
     if len(restarts) == 1:
@@ -61,7 +61,7 @@ def faults(evidence: Evidence) -> Finding:
     answer += f" ({share:.0%} of the time): {show_seconds(recovering)} to recover" if whole else ""
     answer += f", {show_seconds(again)} for steps that were made again." if whole else "."
     if failed:
-        answer = f"The run failed: {evidence.summary.reason}. {answer if restarts else ''}".strip()
+        answer = f"The run failed: {evidence.status.reason}. {answer if restarts else ''}".strip()
     rows = tuple(_fault_row(one, evidence, recoveries, lost) for one in restarts[:_MAX_ROWS])
     verdict: Verdict = "bad" if failed else graded(1 - share, 0.9, 0.7)
     return Finding(
@@ -112,11 +112,11 @@ def _fault_row(
 def money(evidence: Evidence) -> Finding:
     """Add up the money, and the part of it that was useful."""
     key, question = "money", "What did it cost?"
-    cost, hours = evidence.summary.cost, sum(lease.machine_seconds for lease in evidence.leases) / 3600
+    cost, hours = evidence.status.cost, sum(lease.machine_seconds for lease in evidence.leases) / 3600
     used = f"{counted(len(evidence.leases), 'machine')} for {hours:.2g} machine hours together."
     if cost is None:
         return unknown(key, "run", question, "no price is known; set fleet.price to see dollars", (used,))
-    fraction = evidence.summary.goodput.fraction
+    fraction = evidence.status.goodput.fraction
     answer = f"{cost.line}."
     if fraction is not None and cost.so_far:
         answer += f" {show_dollars(cost.so_far * (1 - fraction))} of it bought time that made no steps that counted."
@@ -151,7 +151,7 @@ class ExpectedAndSeen:
 
 def compared(evidence: Evidence) -> list[ExpectedAndSeen]:
     """Compare what `packtrain plan` expected with what the records say."""
-    expected, summary = evidence.forecast, evidence.summary
+    expected, summary = evidence.forecast, evidence.status
     if expected is None:
         return []
     steps = [step_seconds(point) for point in evidence.steps]
@@ -287,7 +287,7 @@ def checkpoints(evidence: Evidence) -> Finding:
     key, question = "checkpoints", "What is in a checkpoint, and how big is it?"
     kept = evidence.checkpoints
     if not kept:
-        ended = evidence.summary.state in ("finished", "failed", "stopped")
+        ended = evidence.status.state in ("finished", "failed", "stopped")
         if not ended:
             return unknown(key, "run", question, "none has been committed yet")
         return Finding(key, "run", question, "None was committed.", "note" if evidence.job.program else "bad")

@@ -17,21 +17,23 @@ import yaml
 
 from packtrain.job import Job
 from packtrain.job.job import DataSettings
+from packtrain.observe.columns import thinned
+from packtrain.observe.goodput import Goodput
+from packtrain.observe.history import surviving
+from packtrain.observe.measure import Score, score_title
+from packtrain.observe.spans import LABELS, STEP_SPANS
+from packtrain.observe.status import status_in_full
 from packtrain.recipes import RECIPES, recipe_class
-from packtrain.report.goodput import LABELS, Goodput
-from packtrain.report.page import thin
-from packtrain.report.score import Score, score_title
-from packtrain.report.summary import summary_of
+from packtrain.report.page import MAX_POINTS
 from packtrain.run.liveness import State
 from packtrain.run.records import Point
-from packtrain.run.run import Run, surviving
+from packtrain.run.run import Run
 from packtrain.units import counted
 
 MAX_RUNS = 10
 """Letters and colors that a reader can still tell apart."""
 COMPUTE = ("forward", "backward", "optimizer")
 """The spans that more workers divide among them."""
-STEP_SPANS = ("data", "forward", "backward", "communication", "wait", "optimizer", "other")
 _MIN_STEPS = 4  # to speak about the speed of a run
 _MIN_EVALUATIONS = 4  # to remove a trend and still see a spread
 _NEAR_END = 1 / 3  # of the evaluations
@@ -193,7 +195,7 @@ Tests = Mapping[tuple[str, str], Mapping[str, PairedTest]]
 def gather(run: Run, letter: str, state: State) -> ComparedRun:
     """Read everything that `compare_runs` needs of a run."""
     raw, result, generations = run.points().read(), run.result(), run.generations()
-    summary = summary_of(run, state, raw, result)
+    status = status_in_full(run, state, raw, result)
     members = generations[-1].members if generations else ()
     recipe = recipe_class(str(run.job.recipe)) if run.job.recipe in RECIPES else None
     pack = "" if run.job.recipe is None else run.pack_name()
@@ -203,20 +205,20 @@ def gather(run: Run, letter: str, state: State) -> ComparedRun:
         state,
         run.job,
         surviving(raw),
-        summary.seconds,
-        summary.step,
+        status.seconds,
+        status.step,
         sum(member.workers for member in members) or 1,
         len(members) or 1,
-        summary.unit,
-        summary.measure,
+        status.unit,
+        status.measure,
         frozenset(_PER_TOKEN) if recipe is None else recipe.lower_is_better,
-        summary.scores,
-        summary.goodput,
+        status.scores,
+        status.goodput,
         pack,
         hashlib.sha256(run.code).hexdigest()[:12] if run.job.has_own_code else "",
         {} if recipe is None else recipe.limits,
-        summary.counts,
-        summary.score,
+        status.counts,
+        status.score,
     )
 
 
@@ -250,8 +252,12 @@ def as_json(found: RunComparison) -> dict[str, Any]:
         "speeds": [asdict(one) for one in found.speeds],
         "scores": [asdict(one) for one in found.gaps],
         "time_to_score": None if found.reached is None else asdict(found.reached),
-        "curves": {curve.name: dict(zip((one.letter for one in found.runs), map(thin, curve.lines), strict=True))
-                   for curve in found.curves},
+        "curves": {
+            curve.name: {
+                run.letter: thinned(line, MAX_POINTS) for run, line in zip(found.runs, curve.lines, strict=True)
+            }
+            for curve in found.curves
+        },
     }  # fmt: skip
 
 

@@ -7,6 +7,9 @@ import textwrap
 from collections.abc import Sequence
 from itertools import takewhile
 
+from packtrain.observe.columns import thinned
+from packtrain.observe.measure import Score, of_samples
+from packtrain.observe.spans import LABELS
 from packtrain.report.compare import (
     ComparedRun,
     Curve,
@@ -16,9 +19,7 @@ from packtrain.report.compare import (
     show_step,
     units_per_second,
 )
-from packtrain.report.goodput import LABELS
-from packtrain.report.page import Series, escape, html_table, line_chart, nice_ticks, page, thin
-from packtrain.report.score import Score, of_samples
+from packtrain.report.page import MAX_POINTS, Series, escape, html_table, line_chart, nice_ticks, page
 from packtrain.units import show_score, show_seconds, show_speed
 
 _CHART_WIDTH, _CHART_HEIGHT = 80, 12
@@ -147,7 +148,7 @@ def gap_words(gap: ScoreGap) -> str:
 
 def text_chart(curve: Curve, letters: Sequence[str], columns: int = _CHART_WIDTH) -> list[str]:
     """Draw a curve of each run with its letter; where runs meet, the last one is seen."""
-    lines = [[(x, y) for x, y in thin(line) if math.isfinite(y)] for line in curve.lines]
+    lines = [[(x, y) for x, y in thinned(line, MAX_POINTS) if math.isfinite(y)] for line in curve.lines]
     points = [point for line in lines for point in line]
     if not points:
         return []

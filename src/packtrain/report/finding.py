@@ -5,14 +5,29 @@ Nothing here knows how it is shown: the report page, Markdown, JSON and the dash
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Literal
 
 from packtrain.report.page import Series
 
 Verdict = Literal["good", "note", "bad", "unknown"]
-"""`note` is worth knowing, `bad` is worth changing, `unknown` means that there is not enough data."""
+
+
+@dataclass(frozen=True)
+class VerdictWords:
+    """How people read a verdict."""
+
+    mark: str
+    meaning: str
+
+
+VERDICTS: Mapping[Verdict, VerdictWords] = {
+    "good": VerdictWords("✓", "good"),
+    "note": VerdictWords("!", "worth knowing"),
+    "bad": VerdictWords("✕", "worth changing"),
+    "unknown": VerdictWords("?", "not enough data"),
+}
 Topic = Literal["model", "speed", "run"]
 
 

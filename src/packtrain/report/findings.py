@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
+from packtrain.observe.evidence import Evidence
 from packtrain.report import account, learning, origin, speed
-from packtrain.report.evidence import Evidence
 from packtrain.report.finding import Finding
 
 QUESTIONS: tuple[Callable[[Evidence], Finding | None], ...] = (

@@ -9,7 +9,8 @@ from itertools import pairwise
 from statistics import fmean
 from typing import Literal
 
-from packtrain.report.evidence import Evidence, values_of
+from packtrain.observe.evidence import Evidence, values_of
+from packtrain.observe.measure import is_lower_better
 from packtrain.report.finding import Chart, Finding, Rows, Verdict, unknown
 from packtrain.report.page import Series
 from packtrain.report.trend import Trend, bucketed, noise_of, trend
@@ -69,9 +70,9 @@ def trained(evidence: Evidence) -> Finding | None:
     key, question = "trained", "Is it fully trained?"
     if evidence.job.recipe is None:
         return None
-    measure = evidence.summary.measure
+    measure = evidence.status.measure
     names = [name for name in dict.fromkeys((measure, "loss")) if name]
-    found = [progression(name, evidence.scores(name), name in evidence.lower_is_better) for name in names]
+    found = [progression(name, evidence.scores(name), is_lower_better(evidence.job, name)) for name in names]
     judged = [one for one in found if one is not None]
     if not judged:
         count = len(evidence.evaluations)
@@ -153,7 +154,7 @@ def _twice(evidence: Evidence, one: Progression) -> str:
     found = gains(evidence.scores(one.name), one.line)
     if found is None:
         return ""
-    seconds = evidence.summary.seconds
+    seconds = evidence.status.seconds
     time = f" and another {show_seconds(seconds)}" if seconds else ""
     most = f"{max(0.0, found.most):.3g}"
     about = most if found.expected is None else f"{found.expected:.3g}"
@@ -265,8 +266,8 @@ def _how_fitted(evidence: Evidence, turn: Turn) -> tuple[str, Verdict]:
     if turn.before is None or turn.after is None or turn.after >= turn.before:
         wrong = f"No, but something else is wrong: {rose} after step {turn.step:,.0f}, and training loss did not fall."
         return wrong, "bad"
-    measure = evidence.summary.measure
-    score = progression(measure, evidence.scores(measure), measure in evidence.lower_is_better)
+    measure = evidence.status.measure
+    score = progression(measure, evidence.scores(measure), is_lower_better(evidence.job, measure))
     if measure != "loss" and score is not None and score.course == "improving":
         return (
             f"The loss does, from about step {turn.step:,.0f}: {rose} while training loss fell. But {measure} still"
@@ -313,8 +314,8 @@ def stability(evidence: Evidence) -> Finding | None:
     broken = next((one for one in evidence.raw if one.kind == "train" and not math.isfinite(one.values["loss"])), None)
     ended = next((one for one in reversed(evidence.generations) if one.cause == "number"), None)
     chart = Chart("gradient norm", (Series("norm", values_of(steps, "gradient_norm")),))
-    if broken is not None or ended is not None or "not finite" in evidence.summary.reason:
-        why = evidence.summary.reason if "not finite" in evidence.summary.reason else ended.reason if ended else ""
+    if broken is not None or ended is not None or "not finite" in evidence.status.reason:
+        why = evidence.status.reason if "not finite" in evidence.status.reason else ended.reason if ended else ""
         where = f"at step {broken.step:,}" if broken is not None else f"({why})" if why else ""
         return Finding(key, "model", question, f"No: the loss stopped being a number {where}.", "bad", (), (chart,))
     if len(losses) < _MIN_STEPS:
@@ -381,7 +382,7 @@ def _stability_facts(evidence: Evidence, steps: Sequence[Point], spikes: Sequenc
 
 def training_loss(evidence: Evidence) -> Series:
     """Return the curve of the training loss, with the number that every other view shows: of one step it is noise."""
-    summary = evidence.summary
+    summary = evidence.status
     name = "training" if summary.loss is None else f"training (last {counted(summary.loss_steps, 'step')})"
     return Series(name, values_of(evidence.steps, "loss"), value=summary.loss)
 
@@ -416,7 +417,7 @@ def learning_rate(evidence: Evidence) -> Finding | None:
 
 def _warmup_doubt(evidence: Evidence, peak_step: float, last_step: float, is_constant: bool) -> tuple[str, Verdict]:
     """Say if most of the run was a warm-up, or all of it."""
-    state = evidence.summary.state
+    state = evidence.status.state
     if is_constant or state not in ("finished", "stopped", "failed") or peak_step <= _LONG_WARMUP * last_step:
         return "", "good"
     if peak_step < last_step:

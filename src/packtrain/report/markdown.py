@@ -6,11 +6,11 @@ import re
 from collections.abc import Iterator, Sequence
 
 from packtrain.errors import harmless
-from packtrain.report.evidence import Evidence
-from packtrain.report.finding import Finding, Rows, Text
-from packtrain.report.render import MARKS, TOPICS, newest_samples
+from packtrain.observe.evidence import Evidence
+from packtrain.observe.measure import score_title
+from packtrain.report.finding import VERDICTS, Finding, Rows, Text
+from packtrain.report.render import TOPICS, newest_samples
 from packtrain.report.sample_view import confusions
-from packtrain.report.score import score_title
 from packtrain.run.records import Sample
 from packtrain.units import show_score
 
@@ -23,7 +23,7 @@ def markdown(evidence: Evidence, findings: Sequence[Finding]) -> str:
 
 
 def _lines(evidence: Evidence, findings: Sequence[Finding]) -> Iterator[str]:
-    summary = evidence.summary
+    summary = evidence.status
     yield from (f"# {plain(summary.run)}", "", f"**{plain(summary.outcome)}**, {plain(summary.description)}")
     if evidence.job.parent is not None:
         yield from ("", f"Started from {plain(evidence.job.parent.identified)}.")
@@ -38,7 +38,12 @@ def _lines(evidence: Evidence, findings: Sequence[Finding]) -> Iterator[str]:
         if own:
             yield from ("", f"## {title}")
         for finding in own:
-            yield from ("", f"### {MARKS[finding.verdict]} {plain(finding.question)}", "", plain(finding.answer))
+            yield from (
+                "",
+                f"### {VERDICTS[finding.verdict].mark} {plain(finding.question)}",
+                "",
+                plain(finding.answer),
+            )
             yield from _evidence(finding)
     samples = newest_samples(evidence)
     if samples:

@@ -31,11 +31,11 @@ from packtrain.identity import install_command
 from packtrain.job import Job
 from packtrain.job.part import is_tracking_uri
 from packtrain.job.secrets import names_secret
+from packtrain.observe.history import step_seconds, surviving
 from packtrain.report import write_report
-from packtrain.report.summary import step_seconds
 from packtrain.run.checkpoint import last_step
 from packtrain.run.records import Generation, MirroredRun, Point, Result
-from packtrain.run.run import Run, surviving
+from packtrain.run.run import Run
 from packtrain.store.records import DamagedRecord
 from packtrain.system import say
 
@@ -162,8 +162,8 @@ class Mirror:
         result = self._run.result()
         # The steps of a program are its own: which of them a checkpoint has is not known.
         certain = math.inf if result is not None or self._job.program is not None else last_step(self._run)
-        self._pending += self._points.read()
-        self._log([point for point in surviving(self._pending) if point.step <= certain])
+        self._pending = surviving([*self._pending, *self._points.read()])
+        self._log([point for point in self._pending if point.step <= certain])
         # Later starts decide which points before them were discarded.
         self._pending = [point for point in self._pending if point.kind == "start" or point.step > certain]
         if result is not None:

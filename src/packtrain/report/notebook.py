@@ -7,21 +7,29 @@ JupyterLab, VS Code and a notebook that is only read, and follows a light or a d
 from __future__ import annotations
 
 import base64
+import math
 import sys
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
+from packtrain.backoff import SLOW_ANSWERS
 from packtrain.errors import PacktrainError, harmless
-from packtrain.report.live import LiveRun, RunView, RunWatcher
-from packtrain.report.page import escape
+from packtrain.observe.follower import RunFollower
+from packtrain.observe.history import RECENT_STEPS, History
+from packtrain.observe.measure import BestBy
+from packtrain.observe.status import Status, status_of
+from packtrain.report.page import MAX_POINTS, Series, escape
 from packtrain.report.plot import Plot
-from packtrain.report.summary import RECENT_STEPS, Overview
+from packtrain.run.liveness import StateWatch
+from packtrain.run.records import Event
 from packtrain.run.run import Run
+from packtrain.store import StoreError
 from packtrain.units import counted, show_dollars, show_score, show_seconds, show_speed
 
 _UPDATE_SECONDS, _PRINT_SECONDS = 2.0, 15.0
+_LOOK_SECONDS = 1.0  # of reading at a time: a long history is drawn while it is read
 _CHARTS, _EVENTS, _TEXT_LENGTH = 2, 4, 120
 _DIM = "color:#808a96"
 _FONT = "font:13px/1.5 system-ui,sans-serif"
@@ -71,7 +79,7 @@ def _plain(text: str) -> str:
 # Many runs.
 
 
-def runs_table(rows: Sequence[tuple[str, Overview | PacktrainError]], store: str) -> str:
+def runs_table(rows: Sequence[tuple[str, Status | PacktrainError]], store: str) -> str:
     """Return a table of runs, each with its overview or the error that keeps it from being read."""
     if not rows:
         return f'<p style="{_FONT};{_DIM}">No runs in {escape(store)}.</p>'
@@ -92,7 +100,7 @@ def runs_table(rows: Sequence[tuple[str, Overview | PacktrainError]], store: str
     )
 
 
-def _row(name: str, row: Overview | PacktrainError) -> list[str]:
+def _row(name: str, row: Status | PacktrainError) -> list[str]:
     if isinstance(row, PacktrainError):
         return [f"<b>{escape(name)}</b>", "?", "", "", "", "", "", _plain(str(row))]
     return [
@@ -110,48 +118,66 @@ def _row(name: str, row: Overview | PacktrainError) -> list[str]:
 # One run.
 
 
-def panel(view: RunView, note: str = "") -> str:
+class LivePanel:
+    """Reads a run's folder; each `look` returns its panel with what is new. Only what is new is read."""
+
+    def __init__(self, run: Run, look_seconds: float = _LOOK_SECONDS) -> None:
+        self._run, self._look_seconds = run, look_seconds
+        self._follower = RunFollower(run, ("events", "metrics"))
+        self._watch = StateWatch(run)
+        self.has_ended = False
+        """The run has ended, and all of its history was read."""
+
+    def look(self) -> Shown:
+        result = self._run.result()  # first, so that everything up to the result is in the panel
+        self._follower.read(self._look_seconds)
+        state = self._watch.look()
+        history, leases = self._follower.history, self._watch.leases
+        status = status_of(self._run, state if result is None else result.status, history.recent.points, result, leases)
+        self.has_ended = self._follower.complete and status.state in ("finished", "failed", "stopped")
+        alive = sum(not lease.left and self._watch.is_alive(lease.node) for lease in leases)
+        working = alive if status.state == "running" else 0
+        return Shown(panel(status, history, self._follower.events, working), _text(status))
+
+
+def panel(status: Status, history: History, events: Sequence[Event], working: int) -> str:
     """Return a run as HTML: its state, progress and numbers, its curves, and the last events."""
-    one = view.overview
-    color = _STATE_COLORS[one.state]
-    share = f"{100 * (view.progress or 0.0):.1f}"
+    color = _STATE_COLORS[status.state]
     bar = (
         f'<div style="background:#808a9633;border-radius:3px;height:6px;margin:.4em 0">'
-        f'<div style="background:{color};border-radius:3px;height:6px;width:{share}%"></div></div>'
+        f'<div style="background:{color};border-radius:3px;height:6px;'
+        f'width:{100 * (status.progress or 0.0):.1f}%"></div></div>'
     )
-    reason = f": {_plain(one.reason)}" if one.reason else ""
+    reason = f": {_plain(status.reason)}" if status.reason else ""
     return (
         f'<div style="{_FONT};max-width:1160px">'
-        f'<div><b style="font-size:16px">{escape(one.run)}</b> <span style="color:{color}">● {one.state}{reason}</span>'
-        f' <span style="{_DIM}">{_plain(one.description)}</span></div>'
-        f"{bar if view.progress is not None else ''}{_facts(view)}{_pictures(view)}{_events(view)}"
-        f"{f'<div style={_quoted(_DIM)}>{_plain(note)}</div>' if note else ''}</div>"
+        f'<div><b style="font-size:16px">{escape(status.run)}</b>'
+        f' <span style="color:{color}">● {status.state}{reason}</span>'
+        f' <span style="{_DIM}">{_plain(status.description)}</span></div>'
+        f"{bar if status.progress is not None else ''}{_facts(status, history, working)}{_pictures(status, history)}"
+        f"{_events(events)}</div>"
     )
 
 
-def _quoted(style: str) -> str:
-    return f'"{style}"'
-
-
-def _facts(view: RunView) -> str:
-    one = view.overview
-    facts = [("step", f"{one.step:,}" + (f" of {one.goal:,}" if one.goal else ""))] if one.unit or one.step else []
-    if view.seconds_left is not None:
-        facts.append(("left", show_seconds(view.seconds_left)))
-    if one.loss is not None:
-        facts.append((f"loss (last {counted(one.loss_steps, 'step')})", f"{one.loss:.3f}"))
-    if view.units_per_second:
-        recent = counted(min(RECENT_STEPS, one.step), "step")
-        facts.append((f"{one.unit}/s (last {recent})", show_speed(view.units_per_second)))
+def _facts(status: Status, history: History, working: int) -> str:
+    facts = []
+    if status.unit or status.step:
+        facts.append(("step", f"{status.step:,}" + (f" of {status.goal:,}" if status.goal else "")))
+    if status.seconds_left is not None:
+        facts.append(("left", show_seconds(status.seconds_left)))
+    if status.loss is not None:
+        facts.append((f"loss (last {counted(status.loss_steps, 'step')})", f"{status.loss:.3f}"))
+    if status.units_per_second:
+        recent = counted(min(RECENT_STEPS, status.step), "step")
+        facts.append((f"{status.unit}/s (last {recent})", show_speed(status.units_per_second)))
     # Without a validation split the score that counts is the one of the test split.
-    facts += [(score.title, score.text) for score in dict.fromkeys((one.score, one.test)) if score is not None]
-    if view.best is not None:
-        facts.append((f"best {view.best.title}", f"{show_score(view.best.value)} at step {view.best.step:,}"))
-    if one.seconds:
-        facts.append(("time", show_seconds(one.seconds)))
-    if one.cost is not None:
-        facts.append(("cost", one.cost.line))
-    working = sum(machine.state == "working" for machine in view.machines)
+    facts += [(score.title, score.text) for score in dict.fromkeys((status.score, status.test)) if score is not None]
+    if (best := history.best(BestBy(status.measure, status.lower))) is not None:
+        facts.append((f"best {best.title}", f"{show_score(best.value)} at step {best.step:,}"))
+    if status.seconds:
+        facts.append(("time", show_seconds(status.seconds)))
+    if status.cost is not None:
+        facts.append(("cost", status.cost.line))
     if working:
         facts.append(("", counted(working, "machine")))
     return "<div>" + "".join(
@@ -161,9 +187,9 @@ def _facts(view: RunView) -> str:
     ) + "</div>"  # fmt: skip
 
 
-def _pictures(view: RunView) -> str:
+def _pictures(status: Status, history: History) -> str:
     pictures = []
-    for title, series in view.charts()[:_CHARTS]:
+    for title, series in _charts(status, history)[:_CHARTS]:
         svg = Plot(title, tuple(series)).svg()
         data = base64.b64encode(svg.encode()).decode()
         pictures.append(
@@ -172,8 +198,31 @@ def _pictures(view: RunView) -> str:
     return f"<div>{''.join(pictures)}</div>" if pictures else ""
 
 
-def _events(view: RunView) -> str:
-    shown = [event for event in view.events if event.display != "report"][-_EVENTS:]
+def _charts(status: Status, history: History) -> list[tuple[str, list[Series]]]:
+    """Return titles and lines, the most important first: loss, the score that counts, others, speed, a program's."""
+    names = history.names()
+    scores = [name for name in names if name.startswith("valid.") and name != "valid.loss"]
+    scores.sort(key=lambda name: name != f"valid.{status.measure}")
+    charts = [("loss", [("train", "train.loss"), ("valid", "valid.loss")])]
+    charts += [(name.replace(".", " "), [(name.removeprefix("valid."), name)]) for name in scores]
+    charts += [(f"{status.unit}/s", [("speed", "train.throughput")])]
+    charts += [(name.removeprefix("log."), [(name, name)]) for name in names if name.startswith("log.")]
+    drawn = [
+        (
+            title,
+            [
+                Series(label, line, "valid" in name)
+                for label, name in lines
+                if (line := history.thinned(name, MAX_POINTS))
+            ],
+        )
+        for title, lines in charts[: 2 * _CHARTS + 1]
+    ]
+    return [(title, series) for title, series in drawn if series]
+
+
+def _events(events: Sequence[Event]) -> str:
+    shown = [event for event in events if event.display != "report"][-_EVENTS:]
     return "".join(
         f'<div><span style="{_DIM}">{time.strftime("%H:%M:%S", time.gmtime(event.time))} UTC</span> '
         f'<span style="color:{"#c9a227" if event.display == "warning" else "inherit"}">'
@@ -184,19 +233,14 @@ def _events(view: RunView) -> str:
 
 def panel_of(run: Run) -> Shown:
     """Return the panel of a run as it is now."""
-    live = LiveRun(run)
-    view = live.look()
-    while not view.is_complete:
-        view = live.look()
-    return Shown(panel(view), _text(view))
+    return LivePanel(run, math.inf).look()
 
 
-def _text(view: RunView) -> str:
-    one = view.overview
-    parts = [one.run, one.outcome, f"step {one.step:,}"]
-    if one.loss is not None:
-        parts.append(f"loss {one.loss:.3f}")
-    return "  ".join([*parts, *([one.headline] if one.headline else [])])
+def _text(status: Status) -> str:
+    texts = [status.run, status.outcome, f"step {status.step:,}"]
+    if status.loss is not None:
+        texts.append(f"loss {status.loss:.3f}")
+    return "  ".join([*texts, *([status.headline] if status.headline else [])])
 
 
 class Display(Protocol):
@@ -231,18 +275,25 @@ def place_to_draw() -> tuple[Display, float]:
 
 def draw(run: Run, place: Display, update_seconds: float = _UPDATE_SECONDS) -> None:
     """Draw a run in one place until it ends. An interrupt ends the drawing, not the run."""
-    view: RunView | None = None
+    live, shown = LivePanel(run), Shown("", "")
+
+    def show_below(note: str) -> None:
+        place.update(Shown(f'{shown.html}<div style="{_FONT};{_DIM}">{_plain(note)}</div>', note))
+
+    # A server that is slow to answer would be complained about in the middle of the drawing.
+    tell, SLOW_ANSWERS.tell = SLOW_ANSWERS.tell, show_below
     try:
-        with RunWatcher(run, update_seconds) as watcher:
-            while view is None or not view.has_ended:
-                if not watcher.wait(update_seconds):
-                    continue
-                view, trouble = watcher.view, watcher.trouble
-                if view is not None:
-                    place.update(Shown(panel(view, trouble), _text(view)))
-                elif trouble:
-                    place.update(Shown(f'<div style="{_FONT};{_DIM}">{_plain(trouble)}</div>', trouble))
+        while not live.has_ended:
+            try:
+                shown = live.look()
+                place.update(shown)
+            except StoreError as error:
+                if not error.temporary:
+                    raise
+                show_below(str(error))
+            if not live.has_ended:
+                time.sleep(update_seconds)
     except KeyboardInterrupt:
-        note = f"No longer drawn; {run.name} keeps running. watch() draws it again."
-        if view is not None:
-            place.update(Shown(panel(view, note), note))
+        show_below(f"No longer drawn; {run.name} keeps running. watch() draws it again.")
+    finally:
+        SLOW_ANSWERS.tell = tell

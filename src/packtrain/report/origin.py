@@ -12,8 +12,8 @@ import yaml
 from packtrain.errors import harmless
 from packtrain.job import Job
 from packtrain.job.job import expand
+from packtrain.observe.evidence import Evidence
 from packtrain.recipes import built_in
-from packtrain.report.evidence import Evidence
 from packtrain.report.finding import Finding, Rows, Text, unknown
 from packtrain.run.records import GpuModel, JobSource, Lease, MachineFacts
 from packtrain.units import counted, show_bytes
@@ -105,7 +105,7 @@ def _listed(versions: Mapping[str, str]) -> str:
 
 def reproduce(evidence: Evidence) -> Finding:
     """The job as written, what was set on top of it, digests of code and data, the command."""
-    run, job = evidence.summary.run, evidence.job
+    run, job = evidence.status.run, evidence.job
     source = evidence.source or generated_source(job)
     on_gpus = job.recipe is not None and any(lease.facts.gpus for lease in evidence.leases)
     rows = [

@@ -10,9 +10,9 @@ import html
 import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
-from itertools import pairwise
 
 from packtrain.errors import harmless
+from packtrain.observe.columns import thinned
 
 POLICY = "default-src 'none'; style-src 'unsafe-inline'"
 """The content security policy of a page: it may load nothing."""
@@ -39,7 +39,8 @@ figcaption { font-size: .85rem; } svg { width: 100%; height: auto; display: bloc
 .key::before { content: "\\25CF  "; opacity: var(--fade, 1); }
 """
 _LEFT, _RIGHT, _TOP, _BOTTOM = 56, 16, 14, 30  # margins of a chart
-_MAX_POINTS = 300
+MAX_POINTS = 300
+"""Of a line: more than a chart has pixels to tell apart."""
 _SHORT = 20  # characters of a cell that does not wrap
 _MIN_TICK = 1e-300  # below it, floats run out of digits
 
@@ -102,7 +103,9 @@ def line_chart(
     if not drawn:
         return ""
     colored = [replace(one, color=place if one.color is None else one.color) for place, one in enumerate(drawn)]
-    lines = [replace(one, points=thin(one.points)) for one in colored]  # a page of a million steps stays small
+    lines = [
+        replace(one, points=thinned(one.points, MAX_POINTS)) for one in colored
+    ]  # a page of a million steps stays small
     scale = Scale.around([point for one in lines for point in one.points])
     parts = [*_axes(scale, x_label), *(_mark(scale, x, name) for x, name in marks if scale.left <= x <= scale.right)]
     parts += [_line(scale, one, x_label) for one in lines]
@@ -173,18 +176,6 @@ def _line(scale: Scale, one: Series, x_label: str) -> str:
 
 def _number(value: float) -> str:
     return f"{value:,.0f}" if 1000 <= abs(value) < 1e15 else f"{value:.4g}"
-
-
-def thin(points: Sequence[tuple[float, float]]) -> list[tuple[float, float]]:
-    """Return a few hundred points at most: the means of equal runs of neighbors, and both ends unchanged."""
-    if len(points) <= _MAX_POINTS:
-        return list(points)
-    edges = [round(number * len(points) / _MAX_POINTS) for number in range(_MAX_POINTS + 1)]
-    means = []
-    for start, end in pairwise(edges):
-        part = points[start:end]
-        means.append((sum(x for x, _ in part) / len(part), sum(y for _, y in part) / len(part)))
-    return [points[0], *means, points[-1]]
 
 
 def nice_ticks(low: float, high: float, count: int = 5) -> list[float]:

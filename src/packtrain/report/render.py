@@ -7,33 +7,24 @@ from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 
 from packtrain.errors import harmless
-from packtrain.report.evidence import Evidence, values_of
-from packtrain.report.finding import Chart, Figure, Finding, Rows, Shares, Text, Topic, Verdict
-from packtrain.report.goodput import LABELS
+from packtrain.observe.evidence import Evidence, values_of
+from packtrain.observe.history import step_seconds
+from packtrain.observe.measure import of_samples, score_title
+from packtrain.observe.spans import SPANS
+from packtrain.observe.status import Status
+from packtrain.report.finding import VERDICTS, Chart, Figure, Finding, Rows, Shares, Text, Topic
 from packtrain.report.learning import training_loss
 from packtrain.report.page import POLICY, Series, escape, html_table, line_chart, page, wide
 from packtrain.report.sample_view import STYLE as SAMPLE_STYLE
 from packtrain.report.sample_view import confusions, cut, samples_html
-from packtrain.report.score import of_samples, score_title
-from packtrain.report.summary import Summary, step_seconds
 from packtrain.run.records import Event, Point, Sample
 from packtrain.units import counted, show_count, show_dollars, show_score, show_seconds, show_speed
 
 TOPICS: Mapping[Topic, str] = {"model": "The model", "speed": "Speed", "run": "The run"}
-MARKS: Mapping[Verdict, str] = {"good": "✓", "note": "!", "bad": "✕", "unknown": "?"}
-_VERDICTS: Mapping[Verdict, str] = {"good": "good", "note": "worth knowing", "bad": "to change", "unknown": "not known"}
 _MAX_SCORES = 4
 _MAX_CURVES = 60  # of a program's own numbers
 _FEW_POINTS = 20  # are drawn as dots: one alone is no line
 _MAX_EVENTS = 200  # a run of weeks must still be a page that opens
-# The parts of the bar by what they are: computing, exchange, data, and the rest; paler ones of the same kind.
-_PART_COLORS = {
-    "backward": ("s0", 1.0), "forward": ("s0", 0.7), "optimizer": ("s0", 0.4),
-    "communication": ("s1", 1.0), "wait": ("s1", 0.6),
-    "data": ("s3", 1.0),
-    "evaluation": ("s2", 1.0), "save": ("s2", 0.65), "start": ("s4", 0.9), "other": ("s4", 0.5),
-    "recovery": ("s5", 1.0), "lost steps": ("s5", 0.6),
-}  # fmt: skip
 _STYLE = """
 :root { --good: #1f7a4d; --note: #8f5e05; --bad: #c23b32; --unknown: #66727f; --s4: #8795a3; --s5: #c23b32; }
 @media screen and (prefers-color-scheme: dark) { :root { --good: #4cc38a; --note: #e2b14c; --bad: #ff8078;
@@ -90,7 +81,7 @@ pre { overflow-x: auto; background: var(--shade); border-radius: 8px; padding: .
 
 def render(evidence: Evidence, findings: Sequence[Finding], pictures: Mapping[str, bytes] | None = None) -> str:
     """Return the page; `pictures` are those that its samples name, by their digests."""
-    summary, parent = evidence.summary, evidence.job.parent
+    summary, parent = evidence.status, evidence.job.parent
     sections = [
         "<header>",
         f"<h1>{escape(summary.run)}</h1>",
@@ -117,11 +108,11 @@ def newest_samples(evidence: Evidence) -> Sequence[Sample]:
     return next((point.samples for point in reversed(evidence.points) if point.samples), ())
 
 
-def _state(summary: Summary) -> str:
+def _state(summary: Status) -> str:
     return {"finished": "good", "failed": "bad"}.get(summary.state, "note")
 
 
-def _figures(summary: Summary) -> str:
+def _figures(summary: Status) -> str:
     """Show the numbers that people look for first."""
     # The score that counts comes first, and the test split before validation.
     names = sorted(summary.scores, key=lambda name: (not f".{name}".endswith(f".{summary.measure}"), name))
@@ -145,12 +136,12 @@ def _figures(summary: Summary) -> str:
 
 def _tally(findings: Sequence[Finding]) -> str:
     counts = Counter(finding.verdict for finding in findings)
-    words = "".join(
-        f'<span><b class="{verdict}">{MARKS[verdict]} {counts[verdict]}</b> {word}</span>'
-        for verdict, word in _VERDICTS.items()
+    tally = "".join(
+        f'<span><b class="{verdict}">{words.mark} {counts[verdict]}</b> {words.meaning}</span>'
+        for verdict, words in VERDICTS.items()
         if counts[verdict]
     )
-    return f'<p class="tally">{words}</p>'
+    return f'<p class="tally">{tally}</p>'
 
 
 # Answers.
@@ -170,9 +161,9 @@ def _finding(finding: Finding) -> str:
     ) or '<p class="dim">There is nothing more to show.</p>'
     return (
         f'<details id="{escape(finding.key)}"><summary>'
-        f'<span class="verdict {finding.verdict}"><b aria-hidden="true">{MARKS[finding.verdict]}</b></span>'
+        f'<span class="verdict {finding.verdict}"><b aria-hidden="true">{VERDICTS[finding.verdict].mark}</b></span>'
         f'<span><span class="question">{escape(finding.question)}'
-        f'<span class="hidden"> ({_VERDICTS[finding.verdict]})</span></span>'
+        f'<span class="hidden"> ({VERDICTS[finding.verdict].meaning})</span></span>'
         f'<span class="answer">{escape(finding.answer)}</span></span></summary>'
         f'<div class="evidence">{body}</div></details>'
     )
@@ -189,15 +180,17 @@ def _figure(figure: Figure) -> str:
 
 
 def _bar(shares: Shares) -> str:
-    names = {label: name for name, label in LABELS.items()}
+    spans = {span.label: span for span in SPANS.values()}
     whole = sum(seconds for _, seconds in shares.parts)
     bars, keys = [], []
     for label, seconds in shares.parts:
-        color, fade = _PART_COLORS.get(names.get(label, ""), ("s4", 1.0))
+        span = spans.get(label, SPANS["other"])
         text = escape(f"{label} {seconds / whole:.1%}")
-        style = f"width:{100 * seconds / whole:.2f}%;opacity:{fade:.2f}"
-        bars.append(f'<span class="{color}" style="{style}" title="{text}"></span>')
-        keys.append(f'<span class="key {color}" style="--fade:{fade:.2f}"><span class=label>{text}</span></span>')
+        style = f"width:{100 * seconds / whole:.2f}%;opacity:{span.opacity:.2f}"
+        bars.append(f'<span class="{span.color}" style="{style}" title="{text}"></span>')
+        keys.append(
+            f'<span class="key {span.color}" style="--fade:{span.opacity:.2f}"><span class=label>{text}</span></span>'
+        )
     return (
         f'<div class="bar" role="img" aria-label="{escape(shares.title)}">{"".join(bars)}</div><p>{"".join(keys)}</p>'
     )
@@ -211,7 +204,7 @@ def _table(rows: Rows) -> str:
 
 
 def _curves(evidence: Evidence) -> str:
-    steps, valid, unit = evidence.steps, evidence.evaluations, evidence.summary.unit
+    steps, valid, unit = evidence.steps, evidence.evaluations, evidence.status.unit
     # Every score of a recipe gets a chart; the loss has one together with that of training.
     measures = sorted(
         {name for point in valid for name in point.values if name != "loss" and not name.endswith("_seconds")}

@@ -7,11 +7,11 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from statistics import fmean, median
 
-from packtrain.report.evidence import OWN_SPANS, STEP_SPANS, Evidence, seconds_of, shares, values_of
+from packtrain.observe.evidence import Evidence, seconds_of, shares, values_of
+from packtrain.observe.history import step_seconds, throughput
+from packtrain.observe.spans import COMPUTING, LABELS, RANK_WORK, STEP_SPANS
 from packtrain.report.finding import Chart, Finding, Rows, Shares, Verdict, unknown
-from packtrain.report.goodput import COMPUTING, LABELS
 from packtrain.report.page import Series
-from packtrain.report.summary import step_seconds, units_per_second
 from packtrain.report.trend import percentile
 from packtrain.run.checkpoint import whole_name
 from packtrain.run.records import Point, TelemetrySample
@@ -43,7 +43,7 @@ def graded(value: float, good: float, note: float) -> Verdict:
 def duration(evidence: Evidence) -> Finding:
     """Account for the time, with every loss."""
     key, question = "duration", "How long did it take, and where did the time go?"
-    times, total = evidence.summary.goodput, evidence.summary.seconds
+    times, total = evidence.status.goodput, evidence.status.seconds
     if not times.seconds or times.fraction is None:
         used = max([total, *(lease.machine_seconds for lease in evidence.leases)])
         if not used:
@@ -77,7 +77,7 @@ def duration(evidence: Evidence) -> Finding:
 def devices(evidence: Evidence) -> Finding:
     """Busy or idle, and why."""
     key, question = "devices", "Were the devices busy?"
-    samples, times = evidence.training_telemetry, evidence.summary.goodput
+    samples, times = evidence.training_telemetry, evidence.status.goodput
     spans = {name: value for name, value in times.parts.items() if value > 0}
     computing = sum(spans.get(name, 0.0) for name in ("forward", "backward", "optimizer"))
     share = computing / times.seconds if times.seconds else None
@@ -142,7 +142,7 @@ def flops_used(evidence: Evidence) -> FlopsUsed | None:
     names = {gpu.name for gpus in latest.values() for gpu in gpus}
     device = gpu_named(names.pop()) if len(names) == 1 else None
     model = None if evidence.manifest is None else known_model(evidence.job, evidence.manifest)
-    speed = evidence.summary.units_per_second
+    speed = evidence.status.units_per_second
     # More workers than GPUs share them, or each has a part of one (MIG), whose peak is not in the table.
     if device is None or model is None or not speed or evidence.workers > sum(map(len, latest.values())):
         return None
@@ -259,7 +259,7 @@ def data_loading(evidence: Evidence) -> Finding | None:
     facts = [
         f"The wait of the slowest rank ({worst}) for its batches is {share:.1%} of its step time;"
         f" rank 0 waited {each}.",
-        f"Loading delivered {show_speed(evidence.summary.units_per_second or 0)} {evidence.summary.unit}/s, at a median"
+        f"Loading delivered {show_speed(evidence.status.units_per_second or 0)} {evidence.status.unit}/s, at a median"
         f" step of {_short(typical)}.",
     ]
     if share >= 0.02 and early > 0.5:
@@ -438,7 +438,7 @@ def balance(evidence: Evidence) -> Finding | None:
     ranks = evidence.rank_seconds
     if len(ranks) < 2 or len(evidence.steps) < _MIN_STEPS:
         return unknown(key, "speed", question, _few_steps(evidence) if len(ranks) > 1 else "times of one worker only")
-    own = {rank: sum(spans[span] for span in OWN_SPANS) for rank, spans in ranks.items()}
+    own = {rank: sum(spans[span] for span in RANK_WORK) for rank, spans in ranks.items()}
     slowest = max(own, key=lambda rank: own[rank])
     others = [seconds for rank, seconds in own.items() if rank != slowest]
     ratio = own[slowest] / median(others) if median(others) > 0 else 1.0
@@ -454,7 +454,7 @@ def balance(evidence: Evidence) -> Finding | None:
     grid = _rank_grid(ranks)
     numbers = {"slowest_rank": float(slowest), "slowest_ratio": ratio, "waiting_share": waited}
     if ratio > 1.1 and waited >= 0.05:
-        why = max(OWN_SPANS, key=lambda span: ranks[slowest][span] - median(ranks[rank][span] for rank in ranks))
+        why = max(RANK_WORK, key=lambda span: ranks[slowest][span] - median(ranks[rank][span] for rank in ranks))
         answer = (
             f"Yes: rank {slowest}{where} took {ratio:.2f} times as long as the others ({LABELS[why]}), who waited"
             f" {waited:.0%} of the step time for it."
@@ -537,7 +537,7 @@ def _speed_ups(evidence: Evidence) -> tuple[Rows, ...]:
         (str(count), show_speed(speed), f"{speed / base_speed:.2f} x", f"{speed / base_speed / count * base:.0%}")
         for count, speed in measured
     )
-    return (Rows(("workers", f"{evidence.summary.unit}/s", "speed-up", "efficiency"), rows),)
+    return (Rows(("workers", f"{evidence.status.unit}/s", "speed-up", "efficiency"), rows),)
 
 
 def _by_workers(evidence: Evidence) -> dict[int, float]:
@@ -547,9 +547,7 @@ def _by_workers(evidence: Evidence) -> dict[int, float]:
     for point in evidence.raw:
         if point.kind == "train" and point.generation in counts:
             steps[counts[point.generation]].append(point)
-    speeds = {
-        count: units_per_second(own, evidence.summary.unit) for count, own in steps.items() if len(own) >= _MIN_STEPS
-    }
+    speeds = {count: throughput(own, evidence.status.unit) for count, own in steps.items() if len(own) >= _MIN_STEPS}
     return {count: speed for count, speed in speeds.items() if speed}
 
 
@@ -603,7 +601,7 @@ class _Explainer:
 
     def __init__(self, evidence: Evidence) -> None:
         steps = evidence.steps
-        self._job, self._unit, self._machines = evidence.job, evidence.summary.unit, evidence.machines
+        self._job, self._unit, self._machines = evidence.job, evidence.status.unit, evidence.machines
         self._usual = {span: median(seconds_of(one, span) for one in steps) for span in (*_BETWEEN, *STEP_SPANS)}
         self._batch = median(one.values.get(self._unit, 0.0) for one in steps)
         self._first: dict[int, int] = {}  # the first step of each generation

@@ -8,11 +8,12 @@ from dataclasses import asdict, dataclass
 
 from packtrain.errors import PacktrainError
 from packtrain.job.part import is_name
+from packtrain.observe.history import read_recent
+from packtrain.observe.measure import Score, of_samples, scores_of
 from packtrain.report.compare_render import STYLE
 from packtrain.report.finding import Rows
 from packtrain.report.markdown import plain, table_lines
 from packtrain.report.page import escape, html_table, page
-from packtrain.report.score import Score, of_samples, scores_of
 from packtrain.run.liveness import State, attempt, states_now
 from packtrain.run.run import Run
 from packtrain.run.sweeps import RungResult, Sweep, SweepPlan, Trial, is_paused
@@ -134,7 +135,7 @@ def _order(row: SweepRow, lower: bool) -> tuple[bool, float, float, float, int]:
 
 def _progress(run: Run, plan: SweepPlan) -> tuple[Score | None, float | None, int, bool]:
     """Return the last score and loss, the last step, and True if the run only waits for the others at its rung."""
-    points, result = run.recent_points(1, bool(plan.measure)), run.result()
+    points, result = read_recent(run, 1, bool(plan.measure)), run.result()
     scores = {name: score for name, score in scores_of(points, result).items() if math.isfinite(score.value)}
     loss = scores.get("valid.loss")
     return (

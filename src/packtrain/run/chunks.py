@@ -11,7 +11,7 @@ import re
 import threading
 from base64 import b64encode
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, Generic, Protocol
 
@@ -99,37 +99,20 @@ class ChunkReader(Generic[Record]):
     def __init__(self, store: Store, stream: str, record: type[Record]) -> None:
         self._store, self._stream = store, stream
         self._record = record
-        self._seen: dict[str, str] = {}
-        self._follower: ChunkFollower | None = None
+        self._follower = ChunkFollower(store, stream)
+        self._pending: list[Record] = []  # of a read that failed half way
 
-    def read(self, writers: Iterable[str] | None = None) -> list[Record]:
-        chosen = self._writers() if writers is None else writers
-        entries = {writer: self._entries(writer, self._seen.get(writer)) for writer in chosen}
-        size = sum(entry.size for chunks in entries.values() for entry in chunks)
-        if size > MAX_STREAM_BYTES:
-            raise DamagedRecord(
-                f"{self._stream} in {self._store.url} has {show_bytes(size)}, more than"
-                f" {show_bytes(MAX_STREAM_BYTES)}; delete what does not belong there, or copy it and read it there"
-            )
-        records = [record for chunks in entries.values() for entry in chunks for record in self._parse(entry.key)]
-        # Not before: after an error the next call reads all of it again.
-        self._seen |= {writer: chunks[-1].key for writer, chunks in entries.items() if chunks}
+    def read(self, writers: Collection[str] | None = None) -> list[Record]:
+        for key, data in self._follower.take_all(writers, MAX_STREAM_BYTES):
+            self._pending += self._decoded(data, f"{key} in {self._store.url}")
+        records, self._pending = self._pending, []
         return records
-
-    def chunks(self) -> Iterator[list[Record]]:
-        """Yield what is new chunk by chunk, for readers that stay and keep little; what is not consumed stays new.
-
-        Begins after what `read` or `skip` has taken, and goes on independently of them.
-        """
-        if self._follower is None:
-            self._follower = ChunkFollower(self._store, self._stream, self._seen.values())
-        for key, data in self._follower.take():
-            yield self._decoded(data, f"{key} in {self._store.url}")
 
     def skip(self, but: int = 0) -> ChunkReader[Record]:
         """Take what is there as read, except the last `but` chunks of each writer, and return the reader."""
         entries = {writer: self._entries(writer) for writer in self._writers()}
-        self._seen = {writer: chunks[-1 - but].key for writer, chunks in entries.items() if len(chunks) > but}
+        read = (chunks[-1 - but].key for chunks in entries.values() if len(chunks) > but)
+        self._follower = ChunkFollower(self._store, self._stream, read)
         return self
 
     def of(self, writer: str) -> Iterator[list[Record]]:
@@ -168,9 +151,8 @@ class ChunkReader(Generic[Record]):
     def _writers(self) -> list[str]:
         return self._store.folders(f"{self._stream}/")
 
-    def _entries(self, writer: str, after: str | None = None) -> list[Entry]:
-        folder = f"{self._stream}/{writer}/"
-        return [one for one in self._store.list(folder, after) if _CHUNK.fullmatch(one.key.removeprefix(folder))]
+    def _entries(self, writer: str) -> list[Entry]:
+        return _chunks_in(self._store, f"{self._stream}/{writer}/")
 
     def _parse(self, key: str) -> list[Record]:
         return self._decoded(self._store.get(key), f"{key} in {self._store.url}")
@@ -180,7 +162,7 @@ class ChunkReader(Generic[Record]):
 
 
 @dataclass
-class _Followed:
+class _Cursor:
     """A writer of a stream that is followed: the number of its next chunk, and looks in a row without a new one."""
 
     next: int = 0
@@ -198,34 +180,57 @@ class ChunkFollower:
     def __init__(self, store: Store, stream: str, seen: Iterable[str] = ()) -> None:
         """`seen` are the keys of chunks that were read already."""
         self._store, self._stream = store, stream
-        self._writers: dict[str, _Followed] = {}
-        self._listed: deque[str] = deque()
+        self._cursors: dict[str, _Cursor] = {}
+        self._listed: deque[Entry] = deque()
         self._looks = 0
         for key in seen:
             writer, _, name = key.removeprefix(f"{stream}/").partition("/")
-            followed = self._writers.setdefault(writer, _Followed())
-            followed.next = max(followed.next, _number_of(name) + 1)
+            cursor = self._cursors.setdefault(writer, _Cursor())
+            cursor.next = max(cursor.next, _number_of(name) + 1)
 
     def take(self) -> Iterator[tuple[str, bytes]]:
-        """Yield the key and data of each new chunk. What the caller does not ask for is left for the next call."""
-        return self._take(self._store.find)
+        """Yield the key and data of each new chunk. What the caller does not ask for is left for the next call.
+
+        A writer that has been quiet for long is asked now and then only.
+        """
+        return self._take(self._store.find, is_patient=True)
 
     def take_keys(self) -> Iterator[str]:
         """Yield the key of each new chunk without reading it."""
-        return (key for key, _ in self._take(lambda key: b"" if self._store.exists(key) else None))
+        found = self._take(lambda key: b"" if self._store.exists(key) else None, is_patient=True)
+        return (key for key, _ in found)
 
-    def _take(self, read: Callable[[str], bytes | None]) -> Iterator[tuple[str, bytes]]:
+    def take_all(
+        self, writers: Collection[str] | None = None, max_bytes: int | None = None
+    ) -> Iterator[tuple[str, bytes]]:
+        """Yield each chunk that is new now, of all writers or of some. What there is may have `max_bytes`."""
+        return self._take(self._store.find, writers, max_bytes)
+
+    def _take(
+        self,
+        read: Callable[[str], bytes | None],
+        writers: Collection[str] | None = None,
+        max_bytes: int | None = None,
+        is_patient: bool = False,
+    ) -> Iterator[tuple[str, bytes]]:
         for writer in self._changed():
-            if writer not in self._writers:
+            if writer not in self._cursors and (writers is None or writer in writers):
                 self._list(writer)
+        size = sum(entry.size for entry in self._listed)
+        if max_bytes is not None and size > max_bytes:
+            raise DamagedRecord(
+                f"{self._stream} in {self._store.url} has {show_bytes(size)}, more than {show_bytes(max_bytes)};"
+                " delete what does not belong there, or copy it and read it there"
+            )
         while self._listed:
-            data = read(self._listed[0])
-            key = self._listed.popleft()
+            key = self._listed[0].key
+            data = read(key)
+            self._listed.popleft()
             if data is not None:  # deleted meanwhile, with its run
                 yield key, data
-        for writer, followed in self._writers.items():
-            if self._is_due(followed):
-                yield from self._next_of(writer, followed, read)
+        for writer, cursor in self._cursors.items():
+            if (writers is None or writer in writers) and (not is_patient or self._is_due(cursor)):
+                yield from self._next_of(writer, cursor, read)
         self._looks += 1
 
     def _changed(self) -> Iterable[str]:
@@ -233,41 +238,45 @@ class ChunkFollower:
         stamps = self._store.stamps(f"{self._stream}/")
         if stamps is None:
             return self._store.folders(f"{self._stream}/")
-        for writer, followed in self._writers.items():
+        for writer, cursor in self._cursors.items():
             stamp = stamps.get(writer)
-            if stamp != followed.stamp:
-                followed.quiet = 0
-            followed.stamp = stamp
+            if stamp != cursor.stamp:
+                cursor.quiet = 0
+            cursor.stamp = stamp
         return sorted(stamps)
 
     def _list(self, writer: str) -> None:
-        folder = f"{self._stream}/{writer}/"
-        keys = [one.key for one in self._store.list(folder) if _CHUNK.fullmatch(one.key.removeprefix(folder))]
-        self._writers[writer] = _Followed(_number_of(keys[-1].removeprefix(folder)) + 1 if keys else 0)
-        self._listed.extend(keys)
+        entries = _chunks_in(self._store, f"{self._stream}/{writer}/")
+        self._cursors[writer] = _Cursor(_number_of(entries[-1].key.rpartition("/")[2]) + 1 if entries else 0)
+        self._listed.extend(entries)
 
-    def _is_due(self, followed: _Followed) -> bool:
+    def _is_due(self, cursor: _Cursor) -> bool:
         """True for writers that wrote something lately; the others are asked now and then: most are long gone."""
-        busy = _BUSY_LOOKS if followed.stamp is None else _STAMPED_LOOKS
-        return followed.quiet < busy or (self._looks + followed.next) % _IDLE_LOOKS == 0
+        busy = _BUSY_LOOKS if cursor.stamp is None else _STAMPED_LOOKS
+        return cursor.quiet < busy or (self._looks + cursor.next) % _IDLE_LOOKS == 0
 
     def _next_of(
-        self, writer: str, followed: _Followed, read: Callable[[str], bytes | None]
+        self, writer: str, cursor: _Cursor, read: Callable[[str], bytes | None]
     ) -> Iterator[tuple[str, bytes]]:
         while True:
-            key = f"{self._stream}/{writer}/{followed.next:08d}.jsonl"
+            key = f"{self._stream}/{writer}/{cursor.next:08d}.jsonl"
             data = read(key)
             if data is None:
-                followed.quiet += 1
+                cursor.quiet += 1
                 return
-            followed.next, followed.quiet = followed.next + 1, 0
+            cursor.next, cursor.quiet = cursor.next + 1, 0
             yield key, data
+
+
+def _chunks_in(store: Store, folder: str) -> list[Entry]:
+    """List the chunks in a writer's folder, first to last."""
+    return [entry for entry in store.list(folder) if _CHUNK.fullmatch(entry.key.removeprefix(folder))]
 
 
 def chunk_keys(store: Store, stream: str) -> list[str]:
     """Return the keys of all chunks of a stream: by writer, first to last."""
     entries = store.list(f"{stream}/")
-    return [one.key for one in entries if _CHUNK.fullmatch(one.key.removeprefix(f"{stream}/").partition("/")[2])]
+    return [entry.key for entry in entries if _CHUNK.fullmatch(entry.key.removeprefix(f"{stream}/").partition("/")[2])]
 
 
 def _number_of(name: str) -> int:

@@ -9,13 +9,12 @@ import hashlib
 import re
 import time
 import uuid
-from bisect import bisect_right
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import replace
 from datetime import UTC, datetime
-from itertools import accumulate, chain
+from itertools import chain
 from typing import TypeVar
 
 from pydantic import ValidationError
@@ -25,9 +24,9 @@ from packtrain.errors import NotFound, PacktrainError, quoted
 from packtrain.job import Job
 from packtrain.job.document import MAX_NODES
 from packtrain.job.part import is_name
-from packtrain.run.blocks import PointReader, PointWriter
 from packtrain.run.chunks import ChunkReader, ChunkWriter
 from packtrain.run.code import MAX_SNAPSHOT_BYTES
+from packtrain.run.points import PointReader, PointWriter
 from packtrain.run.records import (
     MAX_PICTURE_BYTES,
     Event,
@@ -66,7 +65,6 @@ _FEW = 4  # up to this many objects are read one after the other, ...
 _READERS = 16  # ... more by this many threads
 _MAX_RECORDS = 100_000  # in one folder, such as the leases of a run
 _MAX_RUNS = 999_999  # of a job: its runs are numbered
-_RECENT_BYTES = 64 << 20  # of metrics: about 100,000 steps
 _RECORD = re.compile(r"([^/]+)\.json")
 _DIGEST = re.compile("[0-9a-f]{64}")
 _NUMBERED = re.compile(r"([0-9]{6,9})\.json")
@@ -202,29 +200,6 @@ class Run:
 
     def telemetry_writer(self, writer: str) -> ChunkWriter[TelemetrySample]:
         return ChunkWriter(self.store, self.key("telemetry"), writer)
-
-    def metrics(self) -> list[Point]:
-        """Return the points that count, in order: no step twice, and none that a restart discarded."""
-        return surviving(self.points().read())
-
-    def recent_points(self, steps: int, evaluated: bool) -> list[Point]:
-        """Return the end of `metrics`: that many steps and, if the run is `evaluated`, back to the last evaluation.
-
-        Writers are named after their generation, so the newest generation is read first. By the time an older one is
-        read, it is known which of its points a restart discarded. An end without steps is not searched for ever.
-        """
-        kept: list[Point] = []
-        starts: dict[int, int] = {}
-        evaluations = int(evaluated)
-        for chunk in self.points().backward(_RECENT_BYTES):
-            starts |= _starts(chunk)
-            outlived = _outlived(chunk, starts)
-            kept += outlived
-            steps -= sum(point.kind == self.job.step_kind for point in outlived)
-            evaluations -= sum(point.kind == "valid" for point in outlived)
-            if max(steps, evaluations) <= 0:
-                break
-        return surviving(kept)
 
     # Single objects.
 
@@ -433,35 +408,6 @@ def _each(read: Callable[[Item], Answer], items: Sequence[Item]) -> list[Answer]
         return [read(item) for item in items]
     with ThreadPoolExecutor(_READERS) as readers:
         return list(readers.map(read, items))
-
-
-def surviving(points: Iterable[Point]) -> list[Point]:
-    """Return the points that later generations resumed from, in the order of training.
-
-    A generation that starts at step s voids every point after s of earlier ones, and what it measures at s again
-    replaces what was measured before.
-    """
-    ordered = sorted(points, key=lambda point: (point.generation, point.step))
-    starts = _starts(ordered)
-    kept = {(point.kind, point.step): point for point in _outlived(ordered, starts)}
-    return sorted(kept.values(), key=lambda point: (point.step, point.generation))
-
-
-def _starts(points: Iterable[Point]) -> dict[int, int]:
-    """Return the step that each generation resumed from."""
-    return {point.generation: point.step for point in points if point.kind == "start"}
-
-
-def _outlived(points: Sequence[Point], starts: Mapping[int, int]) -> list[Point]:
-    """Return the points at whose step, or a later one, every later generation resumed."""
-    generations = sorted(starts)
-    # The lowest step that any generation from this one on resumed from; after the last there is no limit.
-    lowest = [*accumulate((starts[number] for number in reversed(generations)), min)][::-1]
-    return [
-        point
-        for point in points
-        if (later := bisect_right(generations, point.generation)) == len(lowest) or point.step <= lowest[later]
-    ]
 
 
 def create_run(store: Store, job: Job, code: bytes, pack: str | None) -> Run:

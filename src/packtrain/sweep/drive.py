@@ -15,7 +15,7 @@ import uuid
 from collections import defaultdict
 from collections.abc import Callable, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from packtrain.errors import Mistake, PacktrainError
@@ -23,6 +23,7 @@ from packtrain.fleet import fleet_of, release
 from packtrain.fleet.fleet import Say
 from packtrain.job.job import FleetSettings
 from packtrain.job.kinds import FleetKind
+from packtrain.observe.history import surviving
 from packtrain.run.liveness import LEASE_LOST_SECONDS, LEASE_SECONDS, states_now
 from packtrain.run.records import Point, Result
 from packtrain.run.run import Run
@@ -155,19 +156,22 @@ class WatchedTrial:
     has_machines: bool = True
     asked: float = -math.inf
     looks: int = 0
-    evaluations: dict[int, tuple[float, RungScore]] = field(default_factory=dict)
-    """The progress and the score of each evaluation, by step."""
 
     def __post_init__(self) -> None:
         self._reader = self.run.points()
+        self._evaluations: list[Point] = []  # that count, and the starts, which decide that
         self._last: Point | None = None  # step before the next evaluation: it knows epoch and seconds
+        self._reached: dict[tuple[int, int], float] = {}  # how far that was, by generation and step
 
     def read(self, plan: SweepPlan) -> None:
         for point in sorted(self._reader.read(), key=lambda point: (point.generation, point.step)):
             if point.kind == "train":
                 self._last = point
-            elif point.kind == "valid":
-                self.evaluations[point.step] = (self._progress(point, plan.unit), _score(point, plan))
+            elif point.kind in ("start", "valid"):
+                self._evaluations.append(replace(point, samples=()))
+                if point.kind == "valid":
+                    self._reached[point.generation, point.step] = self._progress(point, plan.unit)
+        self._evaluations = surviving(self._evaluations)
 
     def _progress(self, point: Point, unit: str) -> float:
         if unit == "steps" or self._last is None:
@@ -177,14 +181,11 @@ class WatchedTrial:
     def scores(self, plan: SweepPlan) -> tuple[RungScore, ...]:
         """Return the score at each rung that the run has passed: of the first evaluation there or later."""
         passed: list[RungScore] = []
-        for _, (progress, score) in sorted(self.evaluations.items(), key=lambda item: item[0]):
-            while len(passed) < len(plan.rungs) and progress >= plan.rungs[len(passed)].at * (1 - 1e-9):
-                passed.append(score)
+        for point in (point for point in self._evaluations if point.kind == "valid"):
+            reached = self._reached[point.generation, point.step]
+            while len(passed) < len(plan.rungs) and reached >= plan.rungs[len(passed)].at * (1 - 1e-9):
+                passed.append(RungScore(point.values.get(plan.measure, math.nan), point.values.get("loss", math.nan)))
         return tuple(passed)
-
-
-def _score(point: Point, plan: SweepPlan) -> RungScore:
-    return RungScore(point.values.get(plan.measure, math.nan), point.values.get("loss", math.nan))
 
 
 class SweepDrive:

@@ -13,8 +13,9 @@ from pathlib import Path
 from packtrain.errors import Mistake
 from packtrain.housekeeping.uses import require_uses
 from packtrain.job.load import LoadedJob
+from packtrain.observe.measure import BestBy, measure_of
 from packtrain.pack.build import PackProgress, PlainProgress
-from packtrain.recipes import BestBy, measure_of, recipe_class
+from packtrain.recipes import recipe_class
 from packtrain.run.sweeps import Rung, Sweep, SweepPlan, Trial, create_trial_run
 from packtrain.start import NewRun, load, prepare_run
 from packtrain.store import open_store

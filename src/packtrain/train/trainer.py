@@ -24,7 +24,8 @@ from dataclasses import dataclass, replace
 from packtrain.data.loader import STORE_SECONDS, LoadedBatch, Loader, rank_batches
 from packtrain.errors import PacktrainError
 from packtrain.job.job import TrainSettings
-from packtrain.recipes import Recipe, Scores, measure_of
+from packtrain.observe.measure import measure_of
+from packtrain.recipes import Recipe, Scores
 from packtrain.recipes.recipe import training_order
 from packtrain.run.checkpoint import Superseded
 from packtrain.run.records import Point, Result

@@ -16,31 +16,20 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import asdict, dataclass, field, replace
 from datetime import datetime
-from functools import partial, reduce
 from itertools import pairwise
 from typing import Any
 
 from packtrain.errors import PacktrainError
-from packtrain.job import Job
 from packtrain.job.part import is_name
-from packtrain.recipes import BestBy
-from packtrain.report.cost import seconds_to_goal
-from packtrain.report.score import Score, better_score
-from packtrain.report.summary import (
-    RECENT_STEPS,
-    Overview,
-    is_evaluated,
-    loss_of,
-    overview_of,
-    steps_in,
-    units_per_second,
-)
-from packtrain.run.blocks import decode_points, parts_of
+from packtrain.observe.history import RECENT_STEPS, RecentPoints
+from packtrain.observe.measure import BestBy, Score, best_score
+from packtrain.observe.status import is_evaluated, status_of
 from packtrain.run.checkpoint import committed, is_scored
 from packtrain.run.chunks import ChunkFollower, chunk_keys
 from packtrain.run.liveness import State, StateWatch
+from packtrain.run.points import parts_of
 from packtrain.run.records import Notes, Point, Result, loss_name
-from packtrain.run.run import Run, surviving
+from packtrain.run.run import Run
 from packtrain.run.sweeps import sweep_of
 from packtrain.store import Store
 from packtrain.store.records import DamagedRecord
@@ -108,7 +97,7 @@ class ListedRun:
     """When the job was written that the row is made from."""
     created: float | None = None
     result: Result | None = None
-    points: list[Point] = field(default_factory=list)
+    recent: RecentPoints = field(default_factory=lambda: RecentPoints("train"))
     follower: ChunkFollower | None = None
     watch: StateWatch | None = None
     best: Score | None = None
@@ -276,16 +265,20 @@ def _row(listed: ListedRun) -> Row:
         leases = listed.watch.leases
     else:
         leases = run.leases() if run.job.fleet.dollars_per_hour is not None else []
-    seen = overview_of(run, state, listed.points, listed.result, leases)
-    _find_best(listed, BestBy(seen.measure, seen.lower))
+    status = status_of(run, state, listed.recent.points, listed.result, leases)
+    _find_best(listed, BestBy(status.measure, status.lower))
+    cost = status.cost
     return {
-        "name": run.name, "state": state, "reason": seen.reason, "job": run.job.name, "recipe": run.job.recipe,
-        "description": seen.description, "step": seen.step, "goal": seen.goal, **_pace(listed, seen),
-        "loss": _finite(seen.loss), "loss_steps": seen.loss_steps, "rate": _finite(seen.rate), "unit": seen.unit,
-        "seconds": _finite(seen.seconds), "measure": seen.measure, "lower": seen.lower, "score": _score(seen.score),
-        "best": _score(listed.best), "test": _score(seen.test), "machines": _machines(listed, state),
-        "created": listed.created, **_notes(run), "sweep": sweep_of(run), "sparkline": listed.sparks.losses,
-        "problem": problem,
+        "name": run.name, "state": state, "reason": status.reason, "job": run.job.name, "recipe": run.job.recipe,
+        "description": status.description, "step": status.step, "goal": status.goal, "progress": status.progress,
+        "units_per_second": _finite(status.units_per_second), "seconds_left": _finite(status.seconds_left),
+        "dollars": cost.so_far if cost else None,
+        "dollars_left": None if cost is None or cost.expected is None else max(0.0, cost.expected - cost.so_far),
+        "loss": _finite(status.loss), "loss_steps": status.loss_steps, "rate": _finite(status.rate),
+        "unit": status.unit, "seconds": _finite(status.seconds), "measure": status.measure, "lower": status.lower,
+        "score": _score(status.score), "best": _score(listed.best), "test": _score(status.test),
+        "machines": _machines(listed, state), "created": listed.created, **_notes(run), "sweep": sweep_of(run),
+        "sparkline": listed.sparks.losses, "problem": problem,
     }  # fmt: skip
 
 
@@ -308,42 +301,17 @@ def _machines(listed: ListedRun, state: State) -> int:
     return listed.machines
 
 
-def _pace(listed: ListedRun, seen: Overview) -> Row:
-    job, cost = listed.run.job, seen.cost
-    steps = steps_in(listed.points, job)[-RECENT_STEPS:]
-    return {
-        "progress": 1.0 if seen.state == "finished" else _progress(job, seen.step, steps),
-        "units_per_second": _finite(units_per_second(steps, seen.unit)),
-        "seconds_left": _finite(seconds_to_goal(job, steps)) if seen.state == "running" else None,
-        "dollars": cost.so_far if cost else None,
-        "dollars_left": None if cost is None or cost.expected is None else max(0.0, cost.expected - cost.so_far),
-    }
-
-
-def _progress(job: Job, step: int, steps: Sequence[Point]) -> float | None:
-    if job.recipe is None:
-        return None
-    goal = job.train.duration
-    if goal.unit == "steps":
-        done = float(step)
-    elif not steps:
-        return None
-    else:
-        done = steps[-1].values["elapsed_seconds" if goal.unit == "seconds" else "epoch"]
-    return _finite(min(1.0, max(0.0, done / goal.value))) if goal.value else None
-
-
 def _find_best(listed: ListedRun, measure: BestBy) -> None:
     """Keep the best score of the evaluations: at first that of the best checkpoint, because they are not all read."""
-    evaluations = [point for point in listed.points if point.kind == "valid" and measure.name in point.values]
+    evaluations = [point for point in listed.recent.points if point.kind == "valid" and measure.name in point.values]
     if listed.best is None and evaluations:
         for kept in committed(listed.run):
             if is_scored(kept) and kept.score is not None:
                 values = {measure.name: -kept.score if measure.lower else kept.score}
-                listed.best = better_score(
-                    measure, listed.best, replace(evaluations[-1], step=kept.step, values=values)
+                listed.best = best_score(
+                    measure, [replace(evaluations[-1], step=kept.step, values=values)], listed.best
                 )
-    listed.best = reduce(partial(better_score, measure), evaluations, listed.best)
+    listed.best = best_score(measure, evaluations, listed.best)
 
 
 def _score(score: Score | None) -> Row | None:
@@ -371,16 +339,14 @@ def _read_points(listed: ListedRun) -> str | None:
         if listed.follower is None:
             listed.unsampled = chunk_keys(run.store, run.key("metrics"))
             listed.follower = ChunkFollower(run.store, run.key("metrics"), listed.unsampled)
-            listed.points = _last_points(listed)
+            listed.recent = RecentPoints(run.job.step_kind)
+            _read_last_points(listed)
             return None
-        new = [
-            point for key, data in listed.follower.take() for point in decode_points(data, f"{key} in {run.store.url}")
-        ]
-        if new:
-            listed.points = _tail(run.job, surviving([*listed.points, *new]))
-            for point in new:
-                if (loss := loss_of(point)) is not None and point.kind == run.job.step_kind:
-                    listed.sparks.add(point.step, loss)
+        for key, data in listed.follower.take():
+            for part in parts_of(data, f"{key} in {run.store.url}"):
+                listed.recent.add(part, f"{key} in {run.store.url}")
+            for step, loss in _losses(run, key, data):
+                listed.sparks.add(step, loss)
     except PacktrainError as error:
         if is_away(error):
             raise
@@ -388,32 +354,16 @@ def _read_points(listed: ListedRun) -> str | None:
     return None
 
 
-def _last_points(listed: ListedRun) -> list[Point]:
-    """Return the last steps and the last evaluation, from no more lines than they are."""
-    run, found = listed.run, list[Point]()
-    is_sought = is_evaluated(run.job, listed.result)
-    missing = RECENT_STEPS
+def _read_last_points(listed: ListedRun) -> None:
+    """Read the last steps and the last evaluation, from no more chunks than that takes."""
+    run, is_sought = listed.run, is_evaluated(listed.run.job, listed.result)
     for key in listed.unsampled[:-_MAX_CHUNKS:-1]:
-        what = f"{key} in {run.store.url}"
-        for part in reversed(list(parts_of(run.store.find(key) or b"", what))):
-            is_step = part.kind == run.job.step_kind
-            if not (missing > 0 or (is_sought and not is_step)):
-                continue
-            new = [part] if isinstance(part, Point) else part.points(what, last=missing if is_step else 1)
-            found += new
-            missing -= len(new) if is_step else 0
+        source = f"{key} in {run.store.url}"
+        for part in parts_of(run.store.find(key) or b"", source):
+            listed.recent.add(part, source)
             is_sought = is_sought and part.kind != "valid"
-        if missing <= 0 and not is_sought:
+        if len(listed.recent.steps) >= RECENT_STEPS and not is_sought:
             break
-    return surviving(found)
-
-
-def _tail(job: Job, points: Sequence[Point]) -> list[Point]:
-    """Return the last steps and the last evaluations."""
-    steps = steps_in(points, job)[-RECENT_STEPS:]
-    kinds = [[point for point in points if point.kind == kind][-1:] for kind in ("start", "valid", "test")]
-    kinds.append([point for point in points if point.is_evaluation and point not in steps][-1:])
-    return sorted([*steps, *(point for found in kinds for point in found)], key=lambda one: (one.step, one.generation))
 
 
 def _read_sparks(listed: ListedRun) -> None:
@@ -426,27 +376,27 @@ def _read_sparks(listed: ListedRun) -> None:
     each = max(1, _SPARKS // max(1, len(keys)))
     live, listed.sparks = listed.sparks, Sparkline()
     for key in keys:
-        losses = _losses(run, key)
+        losses = _losses(run, key, run.store.find(key) or b"")
         for step, loss in losses[:: max(1, len(losses) // each)][:each]:
             listed.sparks.add(step, loss)
     listed.sparks.extend(live)
 
 
-def _losses(run: Run, key: str) -> list[tuple[int, float]]:
+def _losses(run: Run, key: str, data: bytes) -> list[tuple[int, float]]:
     """Return the steps of a chunk, and the loss of each."""
-    found: list[tuple[int, float]] = []
-    what = f"{key} in {run.store.url}"
-    for part in parts_of(run.store.find(key) or b"", what):
+    losses: list[tuple[int, float]] = []
+    source = f"{key} in {run.store.url}"
+    for part in parts_of(data, source):
         name = loss_name(part.values if isinstance(part, Point) else part.names)
         if name is None or part.kind != run.job.step_kind:
             continue
         if isinstance(part, Point):
-            found.append((part.step, part.values[name]))
+            losses.append((part.step, part.values[name]))
         else:
-            numbers = part.matrix(what)
-            losses = numbers[:, part.names.index(name) + 2].tolist()
-            found += zip(numbers[:, 0].astype(int).tolist(), losses, strict=True)
-    return found
+            numbers = part.matrix(source)
+            values = numbers[:, part.names.index(name) + 2].tolist()
+            losses += zip(numbers[:, 0].astype(int).tolist(), values, strict=True)
+    return losses
 
 
 def _add_sparks(listed: ListedRun) -> PacktrainError | None:

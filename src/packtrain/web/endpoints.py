@@ -25,7 +25,11 @@ from starlette.routing import Route
 from packtrain.errors import NotFound, PacktrainError, quoted
 from packtrain.http_server import FILE_KINDS, page_files
 from packtrain.job.changes import FieldChange
-from packtrain.report.goodput import LABELS, Goodput
+from packtrain.observe.columns import as_json
+from packtrain.observe.follower import TELEMETRY
+from packtrain.observe.goodput import Goodput
+from packtrain.observe.history import KINDS
+from packtrain.observe.spans import LABELS, RECORDED
 from packtrain.report.origin import command_of, generated_source
 from packtrain.run.checkpoint import committed, manifest_key
 from packtrain.run.liveness import attempt
@@ -36,8 +40,7 @@ from packtrain.web import insight
 from packtrain.web.logs import LogQuery, lines_after, lines_before, shown_line
 from packtrain.web.news import News
 from packtrain.web.query import Cursor, Query, RefusedRequest
-from packtrain.web.reader import KINDS, TELEMETRY, RunReader, is_away
-from packtrain.web.table import as_json
+from packtrain.web.reader import RunReader, is_away
 
 Part = TypeVar("Part")
 Limits = tuple[float | None, float | None]
@@ -50,7 +53,6 @@ _MAX_USES = 100_000  # points of all machines together
 _MAX_PICTURE_BYTES = 1 << 20
 _MAX_TEXT = 20_000  # characters of any text from the store, except the job
 _NO_PICTURE = {"picture": None, "words": (), "attention": (), "attention_shape": None, "confidence": None}
-_SPANS = ("data", "forward", "backward", "communication", "wait", "optimizer", "save", "evaluation", "start", "other")
 
 
 def json_answer(value: Any, status: int = 200) -> Response:
@@ -137,7 +139,7 @@ class DashboardEndpoints:
             },
             "result": None if result is None else {**vars(result), "samples": []},
             "parent": _part(lambda: _parent(run), str, problems),
-            "names": reader.names(),
+            "names": reader.history.names(),
         }
         source = _part(lambda: _source(run), dict, problems)
         if problems:
@@ -165,9 +167,10 @@ class DashboardEndpoints:
             share = max(0.0, deadline - time.monotonic()) / (len(runs) - place)
             _, reader = self._reader(name, ("metrics",), share)
             with reader.lock:
-                now.runs[name] = (reader.edition, *(table.rows for table in reader.tables.values()))
+                history = reader.history
+                now.runs[name] = (history.edition, *(table.rows for table in history.tables.values()))
                 edition, *begins = known.get(name, (0,) * (1 + len(KINDS)))
-                if edition != reader.edition:
+                if edition != history.edition:
                     is_reset, begins = is_reset or name in known, [0] * len(KINDS)
                 for series in names:
                     found += _series(reader, series, x, limits, points, begins)
@@ -178,8 +181,8 @@ class DashboardEndpoints:
         points = query.integer("points", 300, 1, _MAX_POINTS) or 1
         _, reader = self._reader(query.text("run"), ("metrics",))
         with reader.lock:
-            table = reader.tables["train"]
-            names = [f"{span}_seconds" for span in _SPANS if f"{span}_seconds" in table.columns]
+            table = reader.history.tables["train"]
+            names = [f"{span}_seconds" for span in RECORDED if f"{span}_seconds" in table.columns]
             rows, means = table.means(names, points)
             steps = table.all("step")[rows].tolist() if len(rows) else []
         spans = {name.removesuffix("_seconds"): as_json(numbers) for name, numbers in means.items()}
@@ -212,7 +215,7 @@ class DashboardEndpoints:
         )
         before, after = query.place("before"), query.place("after")
         run, reader = self._reader(query.text("run"), ())
-        keys = reader.refresh_logs()
+        keys = reader.read_log_keys()
         if after is not None:
             lines, end = lines_after(run, keys, after, wanted, limit)
             return json_answer(_clean({"lines": [shown_line(one) for one in lines], "before": None, "after": str(end)}))
@@ -224,9 +227,9 @@ class DashboardEndpoints:
         query = Query(request)
         step = query.integer("step", None, 0, 2**53)
         _, reader = self._reader(query.text("run"), ("metrics",))
-        found = reader.samples(step)
-        if isinstance(found, list):
-            return json_answer({"steps": found})
+        if step is None:
+            return json_answer({"steps": reader.sampled_steps()})
+        samples = reader.samples(step)
         extra: dict[str, Any] = {
             "picture": None,
             "words": [],
@@ -234,7 +237,7 @@ class DashboardEndpoints:
             "attention_shape": None,
             "confidence": None,
         }
-        return json_answer(_clean({"step": found[0], "samples": [{**extra, **vars(one)} for one in found[1]]}))
+        return json_answer(_clean({"step": step, "samples": [{**extra, **vars(sample)} for sample in samples]}))
 
     def picture(self, request: Request) -> Response:
         query = Query(request)
@@ -280,7 +283,7 @@ class DashboardEndpoints:
         run = self._run(name)
         reader = self._news.readers.of(run)
         if streams is None or streams:
-            reader.refresh(seconds, streams)
+            reader.read(seconds, streams)
         return run, reader
 
 
@@ -326,13 +329,13 @@ def _series(
 ) -> list[dict[str, Any]]:
     """Return a series of a run, in a list; an empty one if the run does not have it."""
     kind, _, name = series.partition(".")
-    table = reader.tables.get(kind)
+    table = reader.history.tables.get(kind)
     if table is None or name not in table.columns or name in ("generation", "time"):
         return []
     begin, end = _range(reader, kind, x, limits)
-    begin = max(begin, begins[list(reader.tables).index(kind)])
+    begin = max(begin, begins[KINDS.index(kind)])
     rows = table.thinned(name, begin, max(begin, end), points)
-    axis = np.nan_to_num(reader.axis(kind, x, rows), posinf=0.0, neginf=0.0)
+    axis = np.nan_to_num(reader.history.axis(kind, x, rows), posinf=0.0, neginf=0.0)
     return [
         {
             "run": reader.run.name,
@@ -346,10 +349,10 @@ def _series(
 
 def _range(reader: RunReader, kind: str, x: str, limits: Limits) -> tuple[int, int]:
     """Return the rows between two values of x, and one more on each side, so that lines reach the edges."""
-    table = reader.tables[kind]
+    table = reader.history.tables[kind]
     if limits == (None, None) or not table.rows:
         return 0, table.rows
-    axis = reader.axis(kind, x, np.arange(table.rows))
+    axis = reader.history.axis(kind, x, np.arange(table.rows))
     begin = 0 if limits[0] is None else max(0, int(np.searchsorted(axis, limits[0], "left")) - 1)
     end = table.rows if limits[1] is None else min(table.rows, int(np.searchsorted(axis, limits[1], "right")) + 1)
     return begin, end

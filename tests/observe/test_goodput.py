@@ -2,7 +2,8 @@ from __future__ import annotations
 
 import pytest
 
-from packtrain.report.goodput import COMPUTING, LABELS, goodput, lost_seconds
+from packtrain.observe.goodput import goodput, lost_seconds
+from packtrain.observe.spans import COMPUTING, LABELS
 from packtrain.run.records import Cause, Generation, Member, Point, TimeSpent
 from packtrain.train.recorder import SPANS
 

@@ -11,9 +11,41 @@ import math
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 
-from packtrain.recipes import BestBy
-from packtrain.run.records import Point, Result
+from packtrain.job import Job
+from packtrain.recipes import Recipe, built_in
+from packtrain.run.records import Point, Result, evaluates
 from packtrain.units import counted, show_score
+
+
+@dataclass(frozen=True)
+class BestBy:
+    """The score by which checkpoints and runs are judged; `lower`: it should be low. Without a name there is none."""
+
+    name: str = ""
+    lower: bool = False
+
+    def best(self, scores: Iterable[float]) -> float | None:
+        """Return the best of some scores, without those that are not finite."""
+        return (min if self.lower else max)(filter(math.isfinite, scores), default=None)
+
+
+def measure_of(job: Job, recipe: type[Recipe] | None = None, points: Iterable[Point] = ()) -> BestBy:
+    """Return the score that decides for a job: the one that it names, or else its recipe's.
+
+    A run of a user's recipe names it, so `recipe` is only needed before there is a run. A program has the first number
+    among its `points` by which it evaluates its model, to judge by what it is called.
+    """
+    if job.recipe is None:
+        names = (name for point in points if point.kind == "log" for name in point.values)
+        return BestBy(next(filter(evaluates, names), ""))
+    known = recipe or built_in(job.recipe)
+    name = job.checkpoint.best_by or (known.best_metric if known else "")
+    return BestBy(name, name in (known or Recipe).lower_is_better)
+
+
+def is_lower_better(job: Job, name: str) -> bool:
+    """True if a score of the job should be low, also one that does not decide."""
+    return name in (built_in(job.recipe) or Recipe).lower_is_better
 
 
 @dataclass(frozen=True)
@@ -38,8 +70,8 @@ class Score:
 
 def score_title(name: str) -> str:
     """Return the name of a score for people: `test bleu`; a program's own names stay as they are."""
-    kind, dot, rest = name.partition(".")
-    return f"{kind} {rest}" if dot and kind in ("valid", "test") else name
+    split, dot, measure = name.partition(".")
+    return f"{split} {measure}" if dot and split in ("valid", "test") else name
 
 
 def of_samples(text: str, samples: int | None) -> str:
@@ -49,7 +81,7 @@ def of_samples(text: str, samples: int | None) -> str:
 
 def scores_of(points: Iterable[Point], result: Result | None) -> dict[str, Score]:
     """Return the last score of each name; the result has those of a full split, which replace an evaluation's."""
-    found = {
+    measured = {
         name: Score(name, value, point.step, point.counts.get(measure))
         for point in points
         if point.kind in ("valid", "test", "log")
@@ -58,7 +90,7 @@ def scores_of(points: Iterable[Point], result: Result | None) -> dict[str, Score
         for name in [point.column(measure)]
     }
     final = result.scores if result else {}
-    return found | {
+    return measured | {
         name: Score(name, value, result.step, result.counts.get(name)) for name, value in final.items() if result
     }
 
@@ -70,11 +102,12 @@ def score_of(scores: Mapping[str, Score], measure: BestBy) -> Score | None:
     return next((scores[name] for name in names if name in scores), None)
 
 
-def better_score(measure: BestBy, known: Score | None, point: Point) -> Score | None:
-    """Return the best score of the evaluations so far, given the best before a point."""
-    value = point.values.get(measure.name, math.nan)
-    if point.kind != "valid" or not math.isfinite(value):
-        return known
-    if known is not None and measure.best((known.value, value)) == known.value:
-        return known  # of equal ones the first, as checkpoints are kept
-    return Score(f"valid.{measure.name}", value, point.step, point.counts.get(measure.name))
+def best_score(measure: BestBy, points: Iterable[Point], best: Score | None = None) -> Score | None:
+    """Return the best score of the evaluations among some points, given the `best` before them."""
+    for point in points:
+        value = point.values.get(measure.name, math.nan)
+        if point.kind != "valid" or not math.isfinite(value):
+            continue
+        if best is None or measure.best((best.value, value)) != best.value:  # of equal ones the first, as is kept
+            best = Score(f"valid.{measure.name}", value, point.step, point.counts.get(measure.name))
+    return best

@@ -13,7 +13,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from packtrain.run.blocks import PointWriter, decode_points
+from packtrain.run.points import PointWriter, decode_points
 from packtrain.run.records import Point, Sample
 from packtrain.run.run import worker_writer
 from packtrain.store import Store, StoreError

@@ -6,26 +6,10 @@ from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
+from packtrain.observe.history import surviving
+from packtrain.observe.spans import COMPUTING, LABELS
 from packtrain.run.records import Generation, Point, TimeSpent
-from packtrain.run.run import surviving
 
-COMPUTING = ("forward", "backward", "communication", "wait", "optimizer")
-"""The spans that make steps; all others are overhead."""
-LABELS: Mapping[str, str] = {
-    "forward": "forward",
-    "backward": "backward",
-    "communication": "communication not overlapped",
-    "wait": "waiting for the slowest rank",
-    "optimizer": "optimizer",
-    "data": "waiting for data",
-    "save": "checkpoint copies",
-    "evaluation": "evaluation",
-    "start": "startup",
-    "recovery": "recovery",
-    "lost steps": "lost steps",
-    "other": "bookkeeping",
-}
-"""The parts in display order, as people read them."""
 _AFTER_A_PAUSE = ("start", "resumed")  # causes of generations before which no machine was working
 
 
@@ -55,36 +39,36 @@ class Goodput:
 
     def within(self, seconds: float) -> Goodput:
         """Return it for a run that took so long: what its workers do not account for, nodes took to start them."""
-        rest = seconds - self.seconds
-        if not self.parts or rest <= 0:
+        starting = seconds - self.seconds
+        if not self.parts or starting <= 0:
             return self
-        return replace(self, parts={**self.parts, "start": self.parts.get("start", 0.0) + rest})
+        return replace(self, parts={**self.parts, "start": self.parts.get("start", 0.0) + starting})
 
 
 def goodput(generations: Iterable[Generation], points: Sequence[Point], spent: Sequence[TimeSpent]) -> Goodput:
     """Account for the time of a run, by the first rank's clock in each generation."""
-    parts: defaultdict[str, float] = defaultdict(float)
+    by_span: defaultdict[str, float] = defaultdict(float)
     causes = {generation.number: generation.cause for generation in generations}
     lost, accounts = lost_seconds(points), _accounts(points, spent)
-    parts["recovery"] = sum(_recoveries(accounts, causes).values())
+    by_span["recovery"] = sum(_recoveries(accounts, causes).values())
     for number, records in sorted(accounts.items()):
         seconds = _total(records)
         starting = seconds.pop("start", 0.0)
         if causes.get(number, "start") in _AFTER_A_PAUSE:
-            parts["start"] += starting
+            by_span["start"] += starting
         computing = sum(seconds.get(span, 0.0) for span in COMPUTING)
         # Lost steps are known from points, and spans from records, which do not say which step they belong to: take the
         # same share from every span.
-        kept = max(0.0, 1 - lost.get(number, 0.0) / computing) if computing else 1.0
+        share = max(0.0, 1 - lost.get(number, 0.0) / computing) if computing else 1.0
         for span, amount in seconds.items():
-            parts[span] += amount * kept if span in COMPUTING else amount
-        parts["lost steps"] += computing * (1 - kept)
-    useful = sum(parts[span] for span in COMPUTING)  # without lost steps, which were moved to a part of their own
+            by_span[span] += amount * share if span in COMPUTING else amount
+        by_span["lost steps"] += computing * (1 - share)
+    useful = sum(by_span[span] for span in COMPUTING)  # without lost steps, which were moved to a part of their own
     ranks = tuple(
         RankTime(rank, _total([record for record in spent if record.rank == rank]))
         for rank in sorted({record.rank for record in spent})
     )
-    return Goodput(useful, {name: amount for name, amount in parts.items() if amount > 0}, ranks)
+    return Goodput(useful, {name: amount for name, amount in by_span.items() if amount > 0}, ranks)
 
 
 def recovery_seconds(
@@ -118,25 +102,25 @@ def _accounts(points: Sequence[Point], spent: Sequence[TimeSpent]) -> dict[int, 
         accounts[record.generation].append(record)
     # Steps that no record covers, by generation.
     started = {point.generation: point for point in points if point.kind == "start"}
-    left: defaultdict[int, list[Point]] = defaultdict(list)
+    uncovered: defaultdict[int, list[Point]] = defaultdict(list)
     for point in points:
-        known = accounts.get(point.generation)
-        if point.kind == "train" and (not known or point.step > known[-1].step):
-            left[point.generation].append(point)
-    for generation, steps in left.items():
+        records = accounts.get(point.generation)
+        if point.kind == "train" and (not records or point.step > records[-1].step):
+            uncovered[point.generation].append(point)
+    for generation, steps in uncovered.items():
         seconds = {span: sum(step.values.get(f"{span}_seconds", 0.0) for step in steps) for span in LABELS}
-        known = accounts[generation]
-        since = known[-1].time if known else started.get(generation, steps[0]).time - seconds["start"]
-        known.append(TimeSpent(since + sum(seconds.values()), generation, 0, steps[-1].step, seconds))
+        records = accounts[generation]
+        since = records[-1].time if records else started.get(generation, steps[0]).time - seconds["start"]
+        records.append(TimeSpent(since + sum(seconds.values()), generation, 0, steps[-1].step, seconds))
     return dict(accounts)
 
 
 def lost_seconds(points: Sequence[Point]) -> dict[int, float]:
     """Return the computing time of each generation's steps that no later generation continued from."""
-    kept = {(point.generation, point.step) for point in surviving(points) if point.kind == "train"}
+    counting = {(point.generation, point.step) for point in surviving(points) if point.kind == "train"}
     lost: defaultdict[int, float] = defaultdict(float)
     for point in points:
-        if point.kind == "train" and (point.generation, point.step) not in kept:
+        if point.kind == "train" and (point.generation, point.step) not in counting:
             lost[point.generation] += sum(point.values.get(f"{span}_seconds", 0.0) for span in COMPUTING)
     return dict(lost)
 

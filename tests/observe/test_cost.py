@@ -7,7 +7,8 @@ from typing import Any
 import pytest
 
 from packtrain.job import Job
-from packtrain.report.cost import Cost, cost_of, goal_step, seconds_to_goal, share_done
+from packtrain.observe.history import goal_step, progress, seconds_to_goal
+from packtrain.observe.status import Cost, cost_of
 from packtrain.run.records import Lease, Point
 from parts.runs import MEASURED, a_lease, program_job, recipe_job
 
@@ -91,12 +92,12 @@ def test_one_step_or_a_program_shows_no_pace() -> None:
 def test_the_last_step_is_known_of_steps_and_epochs(duration: str, goal: int | None, done: float) -> None:
     job, last = recipe_job(train={"duration": duration}), steps((4, 4.0))[0]
     assert goal_step(job, last) == goal
-    assert share_done(job, last) == pytest.approx(done)
+    assert progress(job, [last]) == pytest.approx(done)
     assert goal_step(job, None) == (100 if "steps" in duration else None)
 
 
 def test_a_program_has_no_last_step() -> None:
-    assert (goal_step(program_job(), None), share_done(program_job(), None)) == (None, None)
+    assert (goal_step(program_job(), None), progress(program_job(), [])) == (None, None)
 
 
 def test_later_epochs_with_larger_batches_have_fewer_steps() -> None:

@@ -252,6 +252,14 @@ def extremes(rows: Rows, values: Floats, begin: int, end: int, points: int) -> R
     return np.unique(np.concatenate([lows, highs, empty, rows[:1], rows[-1:]]))
 
 
+def thinned(points: Sequence[tuple[float, float]], most: int) -> list[tuple[float, float]]:
+    """Return at most about that many of the points of a line, as `Table.thinned` chooses them."""
+    if len(points) <= most:
+        return list(points)
+    rows = extremes(np.arange(len(points)), np.array([y for _, y in points]), 0, len(points), most)
+    return [points[row] for row in rows.tolist()]
+
+
 def as_json(numbers: Iterable[float]) -> list[float | None]:
     """Return numbers that JSON can write, with null for those that are not finite, and no more digits than are seen."""
     array = np.asarray(numbers, np.float64)

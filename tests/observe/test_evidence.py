@@ -10,15 +10,15 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from pack.corpus import job_of
+from packtrain.observe.evidence import gather
 from packtrain.pack.manifest import pack_key
 from packtrain.report import report_json
-from packtrain.report.evidence import gather
 from packtrain.report.findings import QUESTIONS, findings_of
 from packtrain.report.markdown import markdown
 from packtrain.report.render import render
-from packtrain.run.blocks import decode_points
 from packtrain.run.checkpoint import commit
 from packtrain.run.chunks import ChunkWriter, encode_line
+from packtrain.run.points import decode_points
 from packtrain.run.records import Event, Point, Result, Telemetry, TelemetrySample, TimeSpent
 from packtrain.run.run import Run, create_run
 from packtrain.store import Store
@@ -56,7 +56,7 @@ def test_everything_in_the_folder_of_a_run_is_gathered(directory_store: Store, t
     assert evidence.versions == {"torch": "2.13.0"}
     assert (evidence.pack, len(evidence.job_digest), len(evidence.code_digest)) == ("greetings-abc", 64, 64)
     assert len(evidence.training_telemetry) == 1
-    assert evidence.summary.state == "finished"
+    assert evidence.status.state == "finished"
 
 
 def test_what_the_store_has_lost_is_left_out(directory_store: Store, tmp_path: Path) -> None:

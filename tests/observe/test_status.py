@@ -1,15 +1,16 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import asdict, replace
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
 from pack.corpus import job_of
 from packtrain.job import Job
-from packtrain.report.score import Score
-from packtrain.report.summary import overview, summarize, summary_of, units_per_second
+from packtrain.observe.history import throughput
+from packtrain.observe.measure import Score
+from packtrain.observe.status import read_end, read_status, status_in_full, status_json
 from packtrain.run.checkpoint import commit
 from packtrain.run.records import Generation, Lease, Member, Point, Result, Status, Telemetry, TimeSpent
 from packtrain.run.run import Run, create_run, open_run
@@ -51,7 +52,7 @@ def program(directory_store: Store) -> Run:
 
 
 def test_a_run_without_metrics_is_at_step_0(run: Run) -> None:
-    summary = summary_of(run, "running", [], None)
+    summary = status_in_full(run, "running", [], None)
     assert (summary.run, summary.state, summary.reason) == ("greetings-1", "running", "")
     assert (summary.step, summary.goal, summary.seconds) == (0, 10, 0.0)
     assert (summary.loss, summary.rate, summary.units_per_second) == (None, None, None)
@@ -59,13 +60,13 @@ def test_a_run_without_metrics_is_at_step_0(run: Run) -> None:
 
 
 def test_a_run_is_described_by_its_recipe_or_its_program(run: Run, program: Run) -> None:
-    assert summary_of(run, "running", [], None).description == "translate tiny, 10 steps, 64 tokens per batch"
-    assert summary_of(program, "running", [], None).description == "train.py --lr 0.1"
+    assert status_in_full(run, "running", [], None).description == "translate tiny, 10 steps, 64 tokens per batch"
+    assert status_in_full(program, "running", [], None).description == "train.py --lr 0.1"
 
 
 def test_a_running_run_is_at_its_last_step(run: Run) -> None:
     points = [trained(1, loss=5.0), trained(2, loss=4.0, rate=0.002), validated(2, loss=4.5, bleu=1.5)]
-    summary = summary_of(run, "running", points, None)
+    summary = status_in_full(run, "running", points, None)
     assert (summary.step, summary.seconds, summary.rate) == (2, 12.0, 0.002)
     assert summary.loss == pytest.approx(4.5)
     assert summary.units_per_second == pytest.approx(128)
@@ -75,23 +76,23 @@ def test_a_running_run_is_at_its_last_step(run: Run) -> None:
 def test_loss_is_that_of_the_last_50_steps_and_so_is_speed_until_the_run_ends(run: Run) -> None:
     points = [trained(step, loss=100.0, step_seconds=100.0) for step in range(1, 51)]
     points += [trained(step, loss=2.0) for step in range(51, 101)]
-    summary = summary_of(run, "running", points, None)
+    summary = status_in_full(run, "running", points, None)
     assert summary.loss == pytest.approx(2.0)
     assert summary.loss_steps == 50
     assert summary.units_per_second == pytest.approx(128)
-    ended = summary_of(run, "finished", points, Result("finished", "reached 100 steps", 100, 99.0))
+    ended = status_in_full(run, "finished", points, Result("finished", "reached 100 steps", 100, 99.0))
     assert ended.loss == pytest.approx(2.0)
     assert ended.units_per_second == pytest.approx(64 * 100 / (50 * 100 + 50 * 0.5))
 
 
 def test_each_score_has_its_last_value(run: Run) -> None:
     points = [validated(5, loss=4.5, bleu=1.5), validated(10, loss=4.0)]
-    assert summary_of(run, "running", points, None).scores == {"valid.loss": 4.0, "valid.bleu": 1.5}
+    assert status_in_full(run, "running", points, None).scores == {"valid.loss": 4.0, "valid.bleu": 1.5}
 
 
 def test_a_finished_run_has_the_scores_and_signatures_of_its_result(run: Run) -> None:
     result = Result("finished", "reached 10 steps", 10, 99.0, {"test.bleu": 20.0}, {"test.bleu": "tok:13a"})
-    summary = summary_of(run, "finished", [trained(10), validated(10, bleu=18.0)], result)
+    summary = status_in_full(run, "finished", [trained(10), validated(10, bleu=18.0)], result)
     assert (summary.reason, summary.step, summary.seconds) == ("reached 10 steps", 10, 99.0)
     assert summary.scores == {"valid.bleu": 18.0, "test.bleu": 20.0}
     assert summary.signatures == {"test.bleu": "tok:13a"}
@@ -102,12 +103,12 @@ def test_the_time_of_a_run_is_the_one_that_its_parts_add_up_to(run: Run) -> None
     times.append(TimeSpent(20.0, 1, 0, 10, {"start": 8.0, "forward": 12.0}))
     times.flush()
     for seconds, whole in ((12.0, 20.0), (25.0, 25.0)):
-        summary = summary_of(run, "finished", [trained(10)], Result("finished", "", 10, seconds))
+        summary = status_in_full(run, "finished", [trained(10)], Result("finished", "", 10, seconds))
         assert (summary.seconds, summary.goodput.seconds) == (whole, whole)
 
 
 def test_the_run_of_a_program_has_neither_goal_nor_speed(program: Run) -> None:
-    summary = summary_of(program, "failed", [], Result("failed", "exit code 1", 0, 12.0))
+    summary = status_in_full(program, "failed", [], Result("failed", "exit code 1", 0, 12.0))
     assert (summary.reason, summary.seconds, summary.step) == ("exit code 1", 12.0, 0)
     assert (summary.goal, summary.unit, summary.units_per_second) == (None, "", None)
     assert summary.headline == ""
@@ -120,8 +121,8 @@ def logged(step: int, generation: int = 1, **values: float) -> Point:
 def test_a_program_that_logs_has_steps_a_loss_a_speed_and_its_own_numbers(program: Run) -> None:
     points = [logged(step, loss=10.0 - step, lr=0.5) for step in range(1, 5)]
     points += [Point("log", 1, 0, 1.0, {"parameters": 7.0}), logged(2, 1, loss=8.0, **{"val/loss": 9.0})]
-    found = summary_of(program, "running", points, None)
-    assert (found.step, found.progress, found.unit, found.units_per_second) == (4, "4", "steps", 2.0)
+    found = status_in_full(program, "running", points, None)
+    assert (found.step, found.step_text, found.unit, found.units_per_second) == (4, "4", "steps", 2.0)
     assert (found.loss, found.rate, found.headline) == (7.5, 0.5, "val/loss 9.00")
     assert found.scores == {"parameters": 7.0, "loss": 6.0, "lr": 0.5, "val/loss": 9.0}
 
@@ -132,7 +133,7 @@ def test_the_speed_of_a_program_is_that_of_its_steps_and_not_of_its_epochs(progr
     points = [Point("log", 1, step, 100.0 + step / 2, {name: 1.0}) for step in range(10, 501, 10)]
     points += [Point("log", 1, epoch, 100.0 + epoch * 25, {"val_score": 0.5}) for epoch in range(1, 8)]
     points += [Point("log", 1, 32_000, 350.0, {"val_score": 0.5})]
-    found = summary_of(program, "finished", points, Result("finished", "", 1, 12.0))
+    found = status_in_full(program, "finished", points, Result("finished", "", 1, 12.0))
     assert (found.units_per_second, found.headline) == (2.0, "val_score 0.5")
 
 
@@ -141,20 +142,20 @@ def test_batches_of_a_validation_are_no_steps(program: Run) -> None:
     points = [Point("log", 1, batch, 125.0 + batch // 200 * 25, {"val_loss_step": 9.0}) for batch in range(1200)]
     for step in range(9, 300, 10):
         points[step] = logged(step, train_loss=2.0, epoch=0.0, val_loss_step=9.0)
-    found = summary_of(program, "running", points, None)
+    found = status_in_full(program, "running", points, None)
     assert (found.step, found.loss, found.units_per_second) == (299, 2.0, 2.0)
-    only_scores = summary_of(program, "running", [logged(step, accuracy=0.5) for step in range(1, 5)], None)
+    only_scores = status_in_full(program, "running", [logged(step, accuracy=0.5) for step in range(1, 5)], None)
     assert (only_scores.step, only_scores.units_per_second) == (4, 2.0)
 
 
 def test_the_speed_of_printed_steps_does_not_depend_on_when_they_were_read(program: Run) -> None:
     """A program makes 5 steps/s, and its output is read every two seconds."""
     points = [Point("log", 1, step, 102.0 + step // 10 * 2, {"loss": 1.0}) for step in range(1, 30)]
-    assert summary_of(program, "running", points, None).units_per_second == 5.0
+    assert status_in_full(program, "running", points, None).units_per_second == 5.0
 
 
 def test_a_program_may_log_anything_but_a_loss(program: Run) -> None:
-    found = summary_of(program, "running", [logged(1, accuracy=0.0314)], None)
+    found = status_in_full(program, "running", [logged(1, accuracy=0.0314)], None)
     assert (found.loss, found.rate, found.units_per_second, found.headline) == (None, None, None, "accuracy 0.0314")
 
 
@@ -163,23 +164,23 @@ def test_a_program_has_commits_and_the_time_of_its_machines_while_it_runs(progra
         commit(program, number, 1, None, write_files(tmp_path, {"a": b"x"}))
     program.renew(a_lease("gone", used_seconds=5.0))
     program.renew(a_lease("here", used_seconds=30.0))
-    for found in (overview(program, "interrupted"), summary_of(program, "interrupted", [], None)):
-        assert (found.step, found.seconds, found.progress) == (2, 30.0, "2 commits")
+    for found in (read_end(program, "interrupted"), status_in_full(program, "interrupted", [], None)):
+        assert (found.step, found.seconds, found.step_text) == (2, 30.0, "2 commits")
     program.finish(Result("stopped", "by user", 1, 40.0))
-    ended = overview(program, "stopped")
-    assert (ended.progress, ended.seconds) == ("1 commit", 40.0)
+    ended = read_end(program, "stopped")
+    assert (ended.step_text, ended.seconds) == ("1 commit", 40.0)
 
 
 def test_the_goal_is_known_only_for_a_duration_in_steps(directory_store: Store, tmp_path: Path) -> None:
     train = {"duration": "2 epochs", "batch": "64 tokens", "schedule": {"constant": {"rate": 0.001}}}
     run = create_run(directory_store, job_of(tmp_path, train=train), b"", None)
-    assert summary_of(run, "running", [], None).goal is None
+    assert status_in_full(run, "running", [], None).goal is None
 
 
 def test_the_score_of_a_run_is_its_last_one_on_the_validation_split_with_its_samples(run: Run) -> None:
     points = [validated(1, bleu=9.0), validated(2, bleu=20.0), replace(validated(3, bleu=18.0), counts={"bleu": 100})]
     final = Result("finished", "", 3, 9.0, {"test.bleu": 17.0}, counts={"test.bleu": 800})
-    for found in (summary_of(run, "running", points, None), summary_of(run, "finished", points, final)):
+    for found in (status_in_full(run, "running", points, None), status_in_full(run, "finished", points, final)):
         assert found.score == Score("valid.bleu", 18.0, 3, 100)
         assert found.headline == "valid bleu 18.00 (100 samples)"
         assert found.best == Score("valid.bleu", 20.0, 2)
@@ -190,7 +191,7 @@ def test_the_score_of_a_run_is_its_last_one_on_the_validation_split_with_its_sam
 def test_the_score_of_the_full_validation_split_replaces_that_of_its_part_but_is_not_the_best(run: Run) -> None:
     final = Result("finished", "", 3, 9.0, {"valid.bleu": 25.0}, counts={"valid.bleu": 800})
     points = [replace(validated(step, bleu=20.0 - step), counts={"bleu": 100}) for step in (1, 3)]
-    found = summary_of(run, "finished", points, final)
+    found = status_in_full(run, "finished", points, final)
     assert found.headline == "valid bleu 25.00 (800 samples)"
     assert found.best == Score("valid.bleu", 19.0, 1, 100)
 
@@ -198,15 +199,15 @@ def test_the_score_of_the_full_validation_split_replaces_that_of_its_part_but_is
 def test_the_score_is_the_one_that_chooses_the_best_checkpoint(directory_store: Store, tmp_path: Path) -> None:
     run = create_run(directory_store, job_of(tmp_path, checkpoint={"best_by": "loss"}), b"", None)
     points = [validated(step, loss=loss, bleu=bleu) for step, loss, bleu in ((1, 2.0, 30.0), (2, 3.0, 40.0))]
-    found = summary_of(run, "running", points, None)
+    found = status_in_full(run, "running", points, None)
     assert (found.measure, found.lower, found.headline) == ("loss", True, "valid loss 3.00")
     assert found.best == Score("valid.loss", 2.0, 1)
 
 
 def test_without_the_score_that_counts_the_loss_is_shown_and_without_validation_the_test_split(run: Run) -> None:
-    assert summary_of(run, "running", [validated(1, loss=4.0)], None).headline == "valid loss 4.00"
+    assert status_in_full(run, "running", [validated(1, loss=4.0)], None).headline == "valid loss 4.00"
     final = Result("finished", "", 3, 9.0, {"test.bleu": 17.0, "test.loss": 2.0})
-    assert summary_of(run, "finished", [], final).headline == "test bleu 17.00"
+    assert status_in_full(run, "finished", [], final).headline == "test bleu 17.00"
 
 
 def test_a_machine_that_was_lost_before_the_latest_generation_is_not_working(run: Run) -> None:
@@ -214,17 +215,17 @@ def test_a_machine_that_was_lost_before_the_latest_generation_is_not_working(run
         run.renew(lease)
     for generation in (a_generation(1, "lost", "member"), a_generation(2, "member")):
         assert run.propose(generation)
-    machines = summary_of(run, "running", [], None).machines
+    machines = status_in_full(run, "running", [], None).machines
     assert [one.node for one in machines if one.working] == ["member", "next"]
 
 
 def test_machines_are_working_only_while_the_run_is_running(run: Run) -> None:
     run.renew(Lease("n0", "host", "::1", 1, 2, 0, 5, 1.0, telemetry=Telemetry(0.5, 0.25)))
     run.renew(Lease("n1", "host", "::1", 1, 2, 0, 5, 1.0, left=True))
-    going = summary_of(run, "running", [], None).machines
+    going = status_in_full(run, "running", [], None).machines
     assert [(one.node, one.workers, one.working) for one in going] == [("n0", 2, True), ("n1", 2, False)]
     assert (going[0].cpu_fraction, going[0].memory_fraction) == (0.5, 0.25)
-    assert not any(one.working for one in summary_of(run, "interrupted", [], None).machines)
+    assert not any(one.working for one in status_in_full(run, "interrupted", [], None).machines)
 
 
 def test_generations_and_steps_are_read_from_the_store(run: Run) -> None:
@@ -233,7 +234,7 @@ def test_generations_and_steps_are_read_from_the_store(run: Run) -> None:
     writer = run.point_writer("0")
     writer.append(trained(1))
     writer.flush()
-    summary = summarize(run, "running")
+    summary = read_status(run, "running")
     assert (summary.generations, summary.step) == (2, 1)
 
 
@@ -246,7 +247,7 @@ def test_generations_and_steps_are_read_from_the_store(run: Run) -> None:
     ],
 )
 def test_the_outcome_names_the_state_once(run: Run, state: Status, reason: str, outcome: str) -> None:
-    assert summary_of(run, state, [], Result(state, reason, 0, 0.0)).outcome == outcome
+    assert status_in_full(run, state, [], Result(state, reason, 0, 0.0)).outcome == outcome
 
 
 # The overview, for a list of many runs.
@@ -278,8 +279,8 @@ def test_the_overview_agrees_with_the_summary(watched: FaultyStore) -> None:
     written(run, 1, [Point("start", 1, 0, 0.0, {}), *(trained(step, loss=9.0) for step in range(1, 60))])
     again = [replace(trained(step, loss=step / 10), generation=2) for step in range(41, 80)]
     written(run, 2, [Point("start", 2, 40, 0.0, {}), *again, replace(validated(60, bleu=7.0), generation=2)])
-    summary = asdict(summarize(run, "running"))
-    shown = asdict(overview(run, "running"))
+    summary = status_json(read_status(run, "running"))
+    shown = status_json(read_end(run, "running"), in_full=False)
     assert shown == {name: summary[name] for name in shown}
     assert (shown["step"], shown["scores"]) == (79, {"valid.bleu": 7.0})
 
@@ -289,7 +290,7 @@ def test_the_overview_of_a_long_run_reads_back_to_its_last_evaluation(watched: F
     written(run, 1, [trained(step) for step in range(1, 201)])
     written(run, 2, [validated(200, bleu=7.0), *(trained(step) for step in range(201, 281))])
     watched.operations.clear()
-    assert overview(run, "running").headline == "valid bleu 7.00"
+    assert read_end(run, "running").headline == "valid bleu 7.00"
     assert chunks_read(watched) == 81
 
 
@@ -298,7 +299,7 @@ def test_the_overview_of_a_finished_run_reads_only_its_end(watched: FaultyStore)
     written(run, 1, [*(trained(step) for step in range(1, 201)), validated(200, bleu=7.0)])
     run.finish(Result("finished", "reached 200 steps", 200, 99.0, {"test.bleu": 20.0}))
     watched.operations.clear()
-    assert overview(run, "finished").headline == "valid bleu 7.00"
+    assert read_end(run, "finished").headline == "valid bleu 7.00"
     assert chunks_read(watched) == 51
 
 
@@ -307,11 +308,11 @@ def test_the_overview_of_a_finished_run_reads_only_its_end(watched: FaultyStore)
 
 def test_speed_is_units_divided_by_seconds() -> None:
     points = [trained(1, tokens=100.0, step_seconds=1.0), trained(2, tokens=50.0, step_seconds=0.5)]
-    assert units_per_second(points, "tokens") == pytest.approx(100)
-    assert units_per_second([], "tokens") is None
-    assert units_per_second([trained(1, step_seconds=0.0)], "tokens") is None
+    assert throughput(points, "tokens") == pytest.approx(100)
+    assert throughput([], "tokens") is None
+    assert throughput([trained(1, step_seconds=0.0)], "tokens") is None
 
 
 def test_evaluations_and_saves_between_steps_do_not_count_as_step_time() -> None:
     points = [trained(1, tokens=100.0, step_seconds=9.0, evaluation_seconds=5.0, save_seconds=1.0, start_seconds=2.0)]
-    assert units_per_second(points, "tokens") == pytest.approx(100)
+    assert throughput(points, "tokens") == pytest.approx(100)

@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from packtrain.web.table import BLOCK, MAX_NAMES, Table, UseOverTime, as_json
+from packtrain.observe.columns import BLOCK, MAX_NAMES, Table, UseOverTime, as_json, thinned
 
 
 def filled(losses: np.ndarray, each: int = 1000) -> Table:
@@ -150,3 +150,26 @@ def test_use_over_time_is_thinned_to_parts_that_stay_the_same() -> None:
     assert means.tolist() == [[first + 1.5, 0] for first in range(0, 40, 4)]
     use.append(np.array([40.0]), np.array([[7.0, 1.0]]), 64)
     assert use.thinned(11)[1][:10].tolist() == [[first + 1.5, 0] for first in range(0, 40, 4)]
+
+
+# Lines of points.
+
+
+def test_a_short_line_is_drawn_unchanged() -> None:
+    points = [(float(x), float(x * x)) for x in range(300)]
+    assert thinned(points, 300) == points
+
+
+@given(st.integers(301, 3000))
+def test_a_long_line_keeps_its_ends_and_its_extremes_in_order(count: int) -> None:
+    points = [(float(x), float((x * 7919) % 1009)) for x in range(count)]
+    few = thinned(points, 300)
+    assert len(few) <= 302
+    assert {
+        points[0],
+        points[-1],
+        min(points, key=lambda point: point[1]),
+        max(points, key=lambda point: point[1]),
+    } <= {*few}
+    assert few == sorted(few)
+    assert set(few) <= set(points)

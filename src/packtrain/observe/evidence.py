@@ -10,9 +10,10 @@ from functools import cached_property
 
 from packtrain.errors import PacktrainError
 from packtrain.job import Job
+from packtrain.observe.history import surviving
+from packtrain.observe.spans import STEP_SPANS
+from packtrain.observe.status import Status, status_in_full
 from packtrain.pack.manifest import Manifest, find_manifest
-from packtrain.recipes import Recipe, built_in
-from packtrain.report.summary import Summary, summary_of
 from packtrain.run.checkpoint import Checkpoint, committed, file_key
 from packtrain.run.liveness import state_of
 from packtrain.run.records import (
@@ -26,14 +27,10 @@ from packtrain.run.records import (
     TelemetrySample,
     TimeSpent,
 )
-from packtrain.run.run import Run, surviving
+from packtrain.run.run import Run
 from packtrain.store.records import decode
 from packtrain.units import counted
 
-STEP_SPANS = ("data", "forward", "backward", "communication", "wait", "optimizer", "other")
-"""The spans of a step itself; startup, evaluations and checkpoint copies are between steps."""
-OWN_SPANS = ("data", "forward", "backward", "optimizer")
-"""The work of a rank in a step by itself; the rest it spends on the others."""
 _TELEMETRY_BYTES = 32 << 20  # some 100,000 samples: enough for means of a week on many machines
 _MAX_STATE_BYTES = 1 << 20
 
@@ -53,7 +50,7 @@ class Evidence:
     """
 
     job: Job
-    summary: Summary
+    status: Status
     raw: Sequence[Point] = ()
     spent: Sequence[TimeSpent] = ()
     telemetry: Sequence[TelemetrySample] = ()
@@ -93,10 +90,6 @@ class Evidence:
         """Return (step, value) of a validation score, without those that are not finite."""
         return values_of(self.evaluations, name)
 
-    @property
-    def lower_is_better(self) -> frozenset[str]:
-        return (built_in(self.job.recipe) or Recipe).lower_is_better
-
     @cached_property
     def workers(self) -> int:
         """The number of workers of the last generation that trained."""
@@ -125,8 +118,8 @@ class Evidence:
             for generation in self.generations
         )
         total = len({*machines.values()})
-        most = max(together, default=0) or total
-        return most, counted(most, "machine") + (" at a time" if most < total else "")
+        count = max(together, default=0) or total
+        return count, counted(count, "machine") + (" at a time" if count < total else "")
 
     @cached_property
     def step_shares(self) -> dict[str, float]:
@@ -138,9 +131,9 @@ class Evidence:
         """Seconds of each rank in its steps, by span. From the first rank's points if nothing else is known."""
         ranks: dict[int, dict[str, float]] = {}
         for record in self.spent:
-            own = ranks.setdefault(record.rank, dict.fromkeys(STEP_SPANS, 0.0))
+            seconds = ranks.setdefault(record.rank, dict.fromkeys(STEP_SPANS, 0.0))
             for span in STEP_SPANS:
-                own[span] += record.seconds.get(span, 0.0)
+                seconds[span] += record.seconds.get(span, 0.0)
         if not ranks and self.steps:
             ranks[0] = {span: sum(seconds_of(point, span) for point in self.steps) for span in STEP_SPANS}
         return ranks
@@ -156,7 +149,9 @@ class Evidence:
         spans = sorted(times.values())
         starts = [first for first, _ in spans]  # one generation follows the other
         return [
-            one for one in self.telemetry if (at := bisect_right(starts, one.time)) and one.time <= spans[at - 1][1]
+            sample
+            for sample in self.telemetry
+            if (number := bisect_right(starts, sample.time)) and sample.time <= spans[number - 1][1]
         ]
 
 
@@ -173,11 +168,11 @@ def seconds_of(point: Point, span: str) -> float:
 def shares(seconds: Iterable[Mapping[str, float]]) -> dict[str, float]:
     """Return the share of each span in the sum of all."""
     total: dict[str, float] = {}
-    for one in seconds:
-        for span, amount in one.items():
+    for spans in seconds:
+        for span, amount in spans.items():
             total[span] = total.get(span, 0.0) + max(0.0, amount)
-    whole = sum(total.values())
-    return {span: amount / whole for span, amount in total.items()} if whole > 0 else {}
+    duration = sum(total.values())
+    return {span: amount / duration for span, amount in total.items()} if duration > 0 else {}
 
 
 def gather(run: Run) -> Evidence:
@@ -187,7 +182,7 @@ def gather(run: Run) -> Evidence:
     pack = _or_nothing(run.pack_name) if run.job.recipe is not None else ""
     return Evidence(
         job=run.job,
-        summary=summary_of(run, result.status if result else state_of(run), raw, result),
+        status=status_in_full(run, result.status if result else state_of(run), raw, result),
         raw=raw,
         spent=run.time_spent().read(),
         telemetry=run.telemetry().spread(_TELEMETRY_BYTES),

@@ -1,0 +1,1 @@
+"""The one read model of a run: every view takes what it shows from here."""
