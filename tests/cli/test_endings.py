@@ -23,7 +23,7 @@ from parts.runs import new_run, program_job
 from parts.sandbox import wait_until
 
 READING = [
-    "ls", "show", "show -w", "logs", "logs -f", "stop", "report", "report --markdown", "resume", "mirror", "tag x",
+    "ls", "show", "follow", "logs", "logs -f", "stop", "report", "report --markdown", "resume", "mirror", "tag x",
     "du", "du x", "gc", "gc --delete", "rm x-1 --yes", "mv x-1 y", "compare a b", "sweep", "sweep x", "sweep x --show",
     "get x", "cp x there", "predict x hello", "export x", "evaluate x", "ui --no-open", "tensorboard", "attach", "down",
     "volume snapshot",
@@ -98,7 +98,7 @@ def test_ctrl_c_ends_a_command_that_follows_with_130_and_says_nothing(tmp_path: 
         ("export endless", "packtrain.cli.models:export_run"),
         ("ls", "packtrain.cli.runs:run_names"),
         ("show", "packtrain.cli.runs:read_status"),
-        ("show -w endless", "packtrain.cli.follow:Follower.until_ended"),
+        ("follow endless", "packtrain.cli.follow:Follower.until_ended"),
         ("logs", "packtrain.run.run:Run.log_lines"),
         ("stop endless", "packtrain.cli.runs:request_stop"),
         ("report", "packtrain.cli.reports:write_report"),
