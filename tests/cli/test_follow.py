@@ -27,7 +27,7 @@ from packtrain.cli.screen import console
 from packtrain.errors import EXIT_ALREADY_JOINED, EXIT_DONE, EXIT_FAILED, EXIT_STOPPED, EXIT_UNFINISHED, NotFinished
 from packtrain.fleet import Machine
 from packtrain.fleet.local import LocalFleet, start_process
-from packtrain.observe.follower import News
+from packtrain.observe.follower import RunNews
 from packtrain.run import liveness
 from packtrain.run.liveness import fail_launch, watch_states
 from packtrain.run.records import Event, FleetLaunch, LogLine, Point, Result
@@ -196,7 +196,7 @@ def test_what_rank_0_of_a_program_prints_is_shown_unless_quiet(
     logs = {node: run.log_writer(node) for node in ("a", "b")}
     logs["a"].append(LogLine(1.0, 1, "a", 0, "out", "before"))
     logs["a"].flush()
-    follower = Follower(run, [], console(), news=News(run), quiet=quiet)
+    follower = Follower(run, [], console(), news=RunNews(run), quiet=quiet)
     for node, rank, text in (("a", 0, "loss [0.5]"), ("a", 1, "rank 1"), ("a", None, "launcher"), ("b", 2, "other")):
         logs[node].append(LogLine(2.0, 1, node, rank, "out", text))
         logs[node].flush()
@@ -253,7 +253,7 @@ def test_events_and_evaluations_are_shown_in_their_order_and_without_what_came_b
         points.flush()
 
     record(1, 0.0)
-    resumed = Follower(run, [], console(), news=News(run))
+    resumed = Follower(run, [], console(), news=RunNews(run))
     record(2, 10.0)
     resumed.read()
     assert [line.split()[0] for line in capsys.readouterr().out.splitlines()] == ["generation", "valid", "warning"]

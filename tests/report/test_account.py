@@ -130,7 +130,7 @@ def test_a_plan_that_was_wrong_names_its_worst_number() -> None:
 def test_a_speed_that_nobody_measured_may_be_off_by_half_and_a_size_may_not() -> None:
     rough = replace(PLAN, source="rough: peak of a CPU", step_seconds=0.06, seconds=70.0)
     seen: dict[str, Any] = {
-        "telemetry": telemetry_of(), "checkpoints": [a_checkpoint(400)], "summary": {"seconds": 42.0},
+        "telemetry": telemetry_of(), "checkpoints": [a_checkpoint(400)], "status": {"seconds": 42.0},
     }  # fmt: skip
     found = forecast(evidence_of(steps_of(), forecast=rough, **seen))
     assert found is not None

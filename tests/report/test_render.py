@@ -118,8 +118,8 @@ def test_every_verdict_has_a_mark_and_a_word(run: Run) -> None:
     findings = [Finding(one, "model", "A question?", "An answer.", one) for one in verdicts]
     evidence = Evidence(run.job, status_in_full(run, "running", [], None))
     text = "".join(Page(render(evidence, findings)).text)
-    assert "✓ 1 good! 1 worth knowing✕ 1 to change? 1 not known" in text
-    assert "A question? (to change)" in text, "for those who do not see the mark"
+    assert "✓ 1 good! 1 worth knowing✕ 1 worth changing? 1 not enough data" in text
+    assert "A question? (worth changing)" in text, "for those who do not see the mark"
 
 
 def test_every_kind_of_figure_is_drawn(run: Run) -> None:

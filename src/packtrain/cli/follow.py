@@ -16,7 +16,7 @@ from packtrain.cli.screen import Part, Screen, console
 from packtrain.errors import EXIT_ALREADY_JOINED, EXIT_INTERRUPTED, NotFinished, PacktrainError, RunFailed, harmless
 from packtrain.fleet import Machine, StartedNode, fleet_to_ask, release, states_of
 from packtrain.job import Job
-from packtrain.observe.follower import News
+from packtrain.observe.follower import RunNews
 from packtrain.observe.goodput import Goodput
 from packtrain.observe.history import (
     RECENT_STEPS,
@@ -65,7 +65,7 @@ _HISTORY_LINES = 20  # of a run that is followed from its middle
 
 
 def follow(
-    run: Run, nodes: Sequence[StartedNode], foreground: bool, news: News | None = None, quiet: bool = False
+    run: Run, nodes: Sequence[StartedNode], foreground: bool, news: RunNews | None = None, quiet: bool = False
 ) -> int:
     """Show the run until it ends and return its exit code. Ctrl-C detaches, or stops a run in the foreground.
 
@@ -82,7 +82,7 @@ def follow(
         ) from None
 
 
-def _follow(run: Run, nodes: Sequence[StartedNode], foreground: bool, news: News | None, quiet: bool) -> int:
+def _follow(run: Run, nodes: Sequence[StartedNode], foreground: bool, news: RunNews | None, quiet: bool) -> int:
     screen = console()
     if not nodes and news is None:
         check_launched(run)
@@ -219,13 +219,13 @@ class Follower:
         screen: Screen,
         machines: MachineWatch | None = None,
         poll_seconds: float = _POLL_SECONDS,
-        news: News | None = None,
+        news: RunNews | None = None,
         quiet: bool = False,
     ) -> None:
         self._run, self._job, self._nodes, self._screen = run, run.job, nodes, screen
         self._poll_seconds = poll_seconds
         self._has_history = news is None
-        self._news = news or News(run, history=True)
+        self._news = news or RunNews(run, history=True)
         self._has_lines = self._job.program is not None and not quiet
         self._recent = RecentPoints(self._job.step_kind)
         self._evaluation: Point | None = None

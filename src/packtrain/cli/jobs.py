@@ -33,7 +33,7 @@ from packtrain.fork import read_name
 from packtrain.job.changes import changed_job
 from packtrain.job.kinds import FleetKind
 from packtrain.job.load import LoadedJob
-from packtrain.observe.follower import News
+from packtrain.observe.follower import RunNews
 from packtrain.pack.manifest import Manifest, pack_key
 from packtrain.pack.shard import Columns
 from packtrain.pack.workers import Dask, Processes
@@ -272,15 +272,15 @@ def _check_modes(foreground: bool, detach: bool, fleet: FleetKind | None = None)
         raise Mistake(fault)
 
 
-def _start(found: Run, foreground: bool, detach: bool) -> tuple[News, list[StartedNode]]:
-    news = News(found)  # before anything is started: nothing new must be taken for history
+def _start(found: Run, foreground: bool, detach: bool) -> tuple[RunNews, list[StartedNode]]:
+    news = RunNews(found)  # before anything is started: nothing new must be taken for history
     nodes = start(found, foreground, _print_line)
     if detach:
         wait_until_joined(found, nodes)
     return news, nodes
 
 
-def _follow(found: Run, started: tuple[News, list[StartedNode]], foreground: bool, detach: bool, quiet: bool) -> None:
+def _follow(found: Run, started: tuple[RunNews, list[StartedNode]], foreground: bool, detach: bool, quiet: bool) -> None:
     if detach:
         console().say("Started ", (found.name, "bold"), f" in {found.store.url}")
         console().say_lines(hints(found, "follow", "status", "stop"))

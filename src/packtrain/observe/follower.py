@@ -1,7 +1,7 @@
-"""What is new in a run's folder since the last look, and never anything twice.
+"""Followers of a run: they read what is new in its folder since the last look, and never anything twice.
 
 `RunFollower` gathers the streams of a run for views that stay for hours: points become columns (history.py), so does
-telemetry; log lines and samples stay in the store, and only where they are is remembered. `News` tells what has just
+telemetry; log lines and samples stay in the store, and only where they are is remembered. `RunNews` tells what has just
 happened, in order, for views that print it.
 """
 
@@ -35,8 +35,8 @@ _HISTORY_CHUNKS = 50  # of a run that is followed from its middle
 _MAX_SPANS, _MIN_SPANS, _ALL_SPANS = 4096, 64, 1 << 20  # of time, of a machine and of all machines together
 
 
-class News:
-    """What a run records from now on. A resumed run has a history that was shown before.
+class RunNews:
+    """Reads what a run records from now on. A resumed run has a history that was shown before.
 
     With `history`, the last chunks of each writer come first, and all events. Of the lines, those of rank 0: the other
     ranks usually print the same, or nothing.
