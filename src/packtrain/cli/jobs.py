@@ -280,7 +280,9 @@ def _start(found: Run, foreground: bool, detach: bool) -> tuple[RunNews, list[St
     return news, nodes
 
 
-def _follow(found: Run, started: tuple[RunNews, list[StartedNode]], foreground: bool, detach: bool, quiet: bool) -> None:
+def _follow(
+    found: Run, started: tuple[RunNews, list[StartedNode]], foreground: bool, detach: bool, quiet: bool
+) -> None:
     if detach:
         console().say("Started ", (found.name, "bold"), f" in {found.store.url}")
         console().say_lines(hints(found, "follow", "status", "stop"))
