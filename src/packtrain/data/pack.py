@@ -97,7 +97,7 @@ class Pack:
     def _keep(self) -> None:
         # Without staging, a directory's files are not copied into the cache.
         if self._hold is None and (self._staged or not self._store.is_directory):
-            self._hold = self._cache.hold(self._hashes())
+            self._hold = self._cache.hold(file.sha256 for file in self.manifest.files())
 
     def stage(self, advance: Callable[[int], None], turn: int = 0) -> None:
         """Have every file of the pack on this machine; `advance` gets the bytes of each, and may raise to end it.
@@ -116,9 +116,6 @@ class Pack:
                 advance(file.bytes)
         finally:
             pool.shutdown(cancel_futures=True)
-
-    def _hashes(self) -> Iterator[str]:
-        return (file.sha256 for file in self.manifest.files())
 
 
 class Piece(NamedTuple):

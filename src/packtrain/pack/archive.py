@@ -23,13 +23,10 @@ import zlib
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, BinaryIO, NamedTuple, cast
+from typing import BinaryIO, NamedTuple, cast
 
 from packtrain.errors import Mistake, nearest, printable, quoted
-from packtrain.pack.compression import codec_of, decompressed, faults_as_mistakes
-
-if TYPE_CHECKING:
-    from _typeshed import WriteableBuffer
+from packtrain.pack.compression import ByteStream, codec_of, decompressed, faults_as_mistakes
 
 MAX_MEMBERS = 5_000_000  # all names are held in memory; ImageNet has over 2 million as Kaggle zips it
 _NAME_BYTES = 4096
@@ -118,7 +115,7 @@ def _opened(path: str, is_gzip: bool) -> BinaryIO:
     return cast(BinaryIO, gzip.open(path)) if is_gzip else Path(path).open("rb")
 
 
-class _Part(io.RawIOBase):
+class _Part(ByteStream):
     """A part of a file as a stream: bounded by the size that its archive says, and checked against its checksum."""
 
     def __init__(self, file: BinaryIO, where: Locator, packed: int) -> None:
@@ -128,24 +125,19 @@ class _Part(io.RawIOBase):
         self._packed, self._left = packed, where.size
         self._crc, self._expected_crc = 0, where.crc
 
-    def readable(self) -> bool:
-        return True
-
-    def readinto(self, buffer: WriteableBuffer) -> int:
-        with memoryview(buffer).cast("B") as view:
-            size = min(len(view), self._left)
-            try:
-                data = self._inflated(size) if self._inflater is not None else self._file.read(size)
-            except (zlib.error, EOFError):
-                data = b""
-            view[: len(data)] = data
+    def next_bytes(self, size: int) -> bytes:
+        size = min(size, self._left)
+        try:
+            data = self._inflated(size) if self._inflater is not None else self._file.read(size)
+        except (zlib.error, EOFError):
+            data = b""
         self._left -= len(data)
         if self._expected_crc is not None:
             self._crc = zlib.crc32(data, self._crc)
         is_wrong = self._expected_crc is not None and not self._left and self._crc != self._expected_crc
         if is_wrong or (size and not data):
             raise OSError(errno.EIO, "damaged in its archive")
-        return len(data)
+        return data
 
     def _inflated(self, size: int) -> bytes:
         """Return the next bytes, never more than `size`, whatever the data would unpack to."""
@@ -234,7 +226,7 @@ def archive_members(path: str, hold_bytes: int = 0) -> Iterator[ArchiveMember]:
 def tar_members(where: Locator, called: str | None = None, max_members: int = MAX_MEMBERS) -> Iterator[ArchiveMember]:
     """Yield the files of a tar in its order. `where` is the tar itself, or the part of a file that is a tar."""
     shown = printable(called or where.path)
-    try:
+    with faults_as_mistakes(shown):
         if not stat.S_ISREG(Path(where.path).stat().st_mode):
             raise Mistake(f"{shown}: not a file; expected a tar")
         with Path(where.path).open("rb", buffering=0) as file:
@@ -247,8 +239,6 @@ def tar_members(where: Locator, called: str | None = None, max_members: int = MA
             tar = _Tar(lambda at, count: os.pread(descriptor, count, start + at), end - start, shown)
             for name, offset, length in tar.members(max_members):
                 yield ArchiveMember(name, Locator(where.path, start + offset, length))
-    except OSError as error:
-        raise Mistake(f"{shown}: {error.strerror or error}") from error
 
 
 def _compressed_members(path: str, hold_bytes: int) -> Iterator[ArchiveMember]:
@@ -342,7 +332,11 @@ class _Tar:
         if _is_sparse(records):
             raise MemberError(_REFUSED_KINDS[b"S"])
         name = records.get(b"path", header.name if long_name is None else long_name)
-        size = _decimal(records[b"size"]) if b"size" in records else header.size
+        size = header.size
+        if b"size" in records:
+            if not records[b"size"].isdigit() or len(records[b"size"]) > 20:
+                raise MemberError("has an invalid size")
+            size = int(records[b"size"])
         is_directory = header.kind == b"\0" and name.endswith(b"/")  # how V7 writers mark a directory
         return TarHeader(name, _DIRECTORY if is_directory else header.kind, size), position
 
@@ -412,12 +406,6 @@ def _number(field: bytes) -> int:
     if match is None:
         raise MemberError("has an invalid number in its header")
     return int(match[1] or b"0", 8)
-
-
-def _decimal(digits: bytes) -> int:
-    if not digits.isdigit() or len(digits) > 20:
-        raise MemberError("has an invalid size")
-    return int(digits)
 
 
 def _parse_records(data: bytes) -> dict[bytes, bytes]:
@@ -492,11 +480,8 @@ def is_archive(path: str) -> bool:
 
 
 def _starts_with(path: str, *starts: bytes) -> bool:
-    try:
-        with Path(path).open("rb") as file:
-            return file.read(4).startswith(starts)
-    except OSError as error:
-        raise Mistake(f"{printable(path)}: {error.strerror or error}") from error
+    with faults_as_mistakes(printable(path)), Path(path).open("rb") as file:
+        return file.read(4).startswith(starts)
 
 
 def zip_members(path: str, max_members: int = MAX_MEMBERS) -> Iterator[ArchiveMember]:

@@ -37,7 +37,7 @@ from packtrain.pack.manifest import (
     pack_key,
     sized_split,
 )
-from packtrain.pack.raw import DropCounter
+from packtrain.pack.raw import FIRST_NAMES, DropCounter
 from packtrain.pack.shard import Columns, encode_shard, names_digest
 from packtrain.pack.workers import Workers
 from packtrain.store import Store, StoreError
@@ -51,7 +51,6 @@ Sources = tuple[Source, ...]
 MAX_DROPPED = 0.01  # of a split's samples; more usually means that a path is wrong
 _HASHED_BYTES = 4_000_000_000  # larger files are identified by size and time: hashing them would take minutes
 _COMPARED = 1_000_000  # training samples compared with those of another split at a time
-_FIRST_NAMES = 10
 
 
 class PackProgress(Protocol):
@@ -221,7 +220,7 @@ def _merged(drops_of_shards: Iterable[Mapping[str, Drops]]) -> dict[str, Drops]:
     for drops_by_reason in drops_of_shards:
         for reason, drops in drops_by_reason.items():
             counts[reason] = counts.get(reason, 0) + drops.count
-            names[reason] = (*names.get(reason, ()), *drops.names)[:_FIRST_NAMES]
+            names[reason] = (*names.get(reason, ()), *drops.names)[:FIRST_NAMES]
     return {
         reason: Drops(counts[reason], names[reason])
         for reason in sorted(counts, key=lambda reason: (-counts[reason], reason))

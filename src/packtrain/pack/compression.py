@@ -64,7 +64,23 @@ class _ZstdFrame:
         return data
 
 
-class _Frames(io.RawIOBase):
+class ByteStream(io.RawIOBase):
+    """A stream of the bytes that `next_bytes` returns: at most `size` of them, and none at the end."""
+
+    def next_bytes(self, size: int) -> bytes | memoryview:
+        raise NotImplementedError
+
+    def readable(self) -> bool:
+        return True
+
+    def readinto(self, buffer: WriteableBuffer) -> int:
+        with memoryview(buffer).cast("B") as view:
+            data = self.next_bytes(len(view))
+            view[: len(data)] = data
+        return len(data)
+
+
+class _Frames(ByteStream):
     """The contents of a file of frames, as a stream; zeros may follow a frame.
 
     The readers of bz2 and lzma take a damaged frame after the first for the end of the file, and that of zstandard a
@@ -74,21 +90,14 @@ class _Frames(io.RawIOBase):
     def __init__(self, file: BinaryIO, start: Callable[[], Any]) -> None:
         self._file, self._start, self._frame = file, start, start()
 
-    def readable(self) -> bool:
-        return True
-
-    def readinto(self, buffer: WriteableBuffer) -> int:
-        with memoryview(buffer).cast("B") as view:
-            data = self._read(len(view))
-            view[: len(data)] = data
-        return len(data)
-
-    def _read(self, size: int) -> bytes:
+    def next_bytes(self, size: int) -> bytes:
         data = b""
         while not data:
             packed = b""
             if self._frame.eof:
-                packed = self._next_frame(self._frame.unused_data)
+                packed = self._frame.unused_data.lstrip(b"\0")
+                while not packed and (read := self._file.read(_PACKED_BYTES)):
+                    packed = read.lstrip(b"\0")
                 if not packed:
                     break
                 self._frame = self._start()
@@ -98,13 +107,6 @@ class _Frames(io.RawIOBase):
                     raise EOFError("it ends within its last frame")
             data = self._frame.decompress(packed, size)
         return data
-
-    def _next_frame(self, packed: bytes) -> bytes:
-        """Return the start of the next frame, after any zeros; nothing at the end of the file."""
-        packed = packed.lstrip(b"\0")
-        while not packed and (read := self._file.read(_PACKED_BYTES)):
-            packed = read.lstrip(b"\0")
-        return packed
 
 
 def _framed(start: Callable[[], Any]) -> Callable[[BinaryIO], io.BufferedReader]:
@@ -150,13 +152,7 @@ def faults_as_mistakes(shown: object) -> Iterator[None]:
     """Refuse a file that cannot be read, or not be decompressed."""
     try:
         yield
-    except (EOFError, zlib.error, lzma.LZMAError) as error:
-        raise _damaged(shown, error) from error
-    except OSError as error:
-        if error.errno is None:  # from a decompressor
-            raise _damaged(shown, error) from error
-        raise Mistake(f"{shown}: {error.strerror or error}") from error
-
-
-def _damaged(shown: object, error: Exception) -> Mistake:
-    return Mistake(f"{shown}: damaged or incomplete compressed file ({error}); download it again")
+    except (OSError, EOFError, zlib.error, lzma.LZMAError) as error:
+        if isinstance(error, OSError) and error.errno is not None:  # not from a decompressor
+            raise Mistake(f"{shown}: {error.strerror or error}") from error
+        raise Mistake(f"{shown}: damaged or incomplete compressed file ({error}); download it again") from error

@@ -54,6 +54,7 @@ MAX_BYTES = 10**12
 _MAX_CHANGES = 10  # mirrors behind one name may report different versions; one of them will answer twice
 _ABANDONED_SECONDS = 24 * 3600.0
 _NAME_LENGTH = 120
+_WEB = ("http://", "https://")
 _BUCKETS = ("s3", "gs", "az")
 _HEADERS_ONLY = FetchPolicy(answer_seconds=10.0, tries=3)
 _PARALLEL = 16  # downloads of small files, whose time is mostly spent waiting
@@ -113,21 +114,19 @@ Fetch = Callable[[str, Say, int], Path]
 
 def _fetch_from(path: str, store: Store, directory: Path, policy: FetchPolicy) -> Fetch | None:
     """Return how to download a path and what is beside it; None if it is local."""
-    if path.startswith("store:"):
-        return lambda path, say, limit: _from_store(store, path.removeprefix("store:"), path, directory, say, limit)
-    scheme, separator, place = path.partition("://")
-    if not separator:
-        return None
-    if scheme.lower() in ("http", "https"):
+    if path.lower().startswith(_WEB):
         client = Client(policy)
         return lambda path, say, limit: _from_web(checked_url(path), client, directory, say, limit)
-    bucket = _opened_bucket(path)
-    start = len(f"{scheme}://{place.partition('/')[0]}/")
-    return lambda path, say, limit: _from_store(bucket, path[start:], path, directory, say, limit)
+    if not path.startswith("store:") and "://" not in path:
+        return None
+    origin, start = _store_of(path, store)
+    return lambda path, say, limit: _from_store(origin, path[start:], path, directory, say, limit)
 
 
-def _opened_bucket(path: str) -> Store:
-    """Return the bucket of an address as a store."""
+def _store_of(path: str, store: Store) -> tuple[Store, int]:
+    """Return the store or the bucket of an address, and where the key begins in the address."""
+    if path.startswith("store:"):
+        return store, len("store:")
     scheme, _, place = path.partition("://")
     if scheme.lower() not in _BUCKETS:
         hint = "use the plain path" if scheme.lower() == "file" else "use a path, http://, https://, a bucket or store:"
@@ -136,23 +135,20 @@ def _opened_bucket(path: str) -> Store:
     if "?" in key:  # not shown: it may hold a signature
         raise Mistake(f"{scheme.lower()}:// URLs have no '?'; name only the object")
     with _lasting_errors_as_mistakes():
-        return open_store(f"{scheme.lower()}://{bucket}")
+        return open_store(f"{scheme.lower()}://{bucket}"), len(f"{scheme}://{bucket}/")
 
 
 def remote_size(path: str, store: Store) -> int | None:
     """Return the size of a remote file by its headers, without a download; None if its server does not say it."""
-    if path.lower().startswith(("http://", "https://")):
+    if path.lower().startswith(_WEB):
         client = Client(_HEADERS_ONLY)
         url = checked_url(path)
         return client.retry(url, lambda: version_of(client, url)).size
-    if path.startswith("store:"):
-        key = path.removeprefix("store:")
-    else:
-        store, key = _opened_bucket(path), path.partition("://")[2].partition("/")[2]
+    origin, start = _store_of(path, store)
     with _lasting_errors_as_mistakes():
-        entry = store.entry(key) if is_key(key) else None
+        entry = origin.entry(path[start:]) if is_key(path[start:]) else None
     if entry is None:
-        raise MissingFile(f"{printable(path[:200])}: not found in {store.url}")
+        raise MissingFile(f"{printable(path[:200])}: not found in {origin.url}")
     return entry.size
 
 

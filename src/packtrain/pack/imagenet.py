@@ -25,6 +25,7 @@ from typing import NamedTuple
 from packtrain.errors import Mistake, printable, quoted
 from packtrain.job.kinds import Drop
 from packtrain.pack.archive import MAX_MEMBERS, ArchiveMember, Locator, archive_members, composed, tar_members
+from packtrain.pack.compression import faults_as_mistakes
 from packtrain.pack.devkit import META, TRUTH, devkit_synsets, devkit_truth, is_devkit
 from packtrain.pack.picture import MAX_BYTES
 from packtrain.pack.raw import (
@@ -263,11 +264,8 @@ def _is_there(kind: Callable[[], bool]) -> bool:
 
 def _listing(folder: str, look: _Look | None = None) -> list[os.DirEntry[str]]:
     """Return the visible entries of a folder, sorted: file systems list them in any order."""
-    try:
-        with os.scandir(folder) as entries:
-            sorted_entries = sorted(entries, key=lambda entry: os.fsencode(entry.name))
-    except OSError as error:
-        raise Mistake(f"{printable(folder)}: {error.strerror or error}") from error
+    with faults_as_mistakes(printable(folder)), os.scandir(folder) as entries:
+        sorted_entries = sorted(entries, key=lambda entry: os.fsencode(entry.name))
     if look is not None:
         for entry in sorted_entries:
             if is_hidden(entry.name):

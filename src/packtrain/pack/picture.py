@@ -134,7 +134,8 @@ def pixels_to_decode(data: bytes) -> int:
 def _tiled(pixels: Image.Image, coding: Coding, turn: Image.Transpose | None, short_side: int | None) -> Tiled:
     if short_side is not None and min(pixels.size) > short_side:
         coding = Coding()
-        pixels = pixels.resize(_shrunk(*pixels.size, short_side), Image.Resampling.LANCZOS)
+        width, height = (round(side * short_side / min(pixels.size)) for side in pixels.size)
+        pixels = pixels.resize((width, height), Image.Resampling.LANCZOS)
     if turn is not None:
         pixels = pixels.transpose(turn)
     if max(pixels.size) > MAX_SIDE:
@@ -322,11 +323,6 @@ def _flat(image: Image.Image) -> Image.Image:
         white.paste(layer, mask=layer.getchannel("A"))
         return white
     return image.convert("L" if image.mode in ("1", "L", "LA") else "RGB")
-
-
-def _shrunk(width: int, height: int, short_side: int) -> tuple[int, int]:
-    short = min(width, height)
-    return round(width * short_side / short), round(height * short_side / short)
 
 
 _silenced = threading.Lock()

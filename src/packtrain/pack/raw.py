@@ -30,7 +30,7 @@ EMPTY_CAPTION = "empty caption"
 HIDDEN = "hidden or system file"
 NO_PICTURE = "not a picture by its name"
 
-_FIRST_NAMES = 10
+FIRST_NAMES = 10  # of the samples that are left out for a reason
 # Left by file managers, unpackers and file systems beside what a person put there.
 _SYSTEM_NAMES = {"__macosx", "thumbs.db", "desktop.ini", "@eadir", "$recycle.bin", "lost+found"}
 # Names of what people keep beside pictures. A name without an ending, or with an unknown one, may be that of a picture.
@@ -93,7 +93,7 @@ class DropCounter:
     def __call__(self, reason: str, name: str) -> None:
         self.counts[reason] += 1
         first = self.names.setdefault(reason, [])
-        if len(first) < _FIRST_NAMES:
+        if len(first) < FIRST_NAMES:
             first.append(name)
 
 
@@ -200,9 +200,10 @@ def encoding_of(path: Path) -> Encoding:
         if offset == 0 and raw.startswith(_BYTE_ORDER_MARK):
             return "utf-8"
         if not raw.isascii():
-            if _is_utf8(raw):
+            try:
+                raw.decode()
                 valid_lines += 1
-            else:
+            except UnicodeDecodeError:
                 invalid_lines += 1
     return "windows-1252" if invalid_lines > valid_lines else "utf-8"
 
@@ -268,24 +269,14 @@ def _located(path: Path) -> Locator:
     archive, member = split_member(str(path))
     if not member:
         return Locator(archive)
-    try:
+    with faults_as_mistakes(printable(archive)):
         status = Path(archive).stat()
-    except OSError as error:
-        raise Mistake(f"{printable(archive)}: {error.strerror or error}") from error
     return _member(archive, member, status.st_size, status.st_mtime_ns)
 
 
 @lru_cache(maxsize=64)  # packing reads a file several times, and finding a member unpacks its whole archive
 def _member(archive: str, name: str, size: int, modified: int) -> Locator:  # noqa: ARG001 - of another file: other ones
     return member_of(archive, name).where
-
-
-def _is_utf8(raw: bytes) -> bool:
-    try:
-        raw.decode()
-    except UnicodeDecodeError:
-        return False
-    return True
 
 
 def _raise_constant(name: str) -> NoReturn:

@@ -288,15 +288,9 @@ def splice(
         )
     tile_width = frame.mcus_per_row // columns * frame.mcu_width
 
-    first_column, end_column = (
-        max(0, left - MARGIN_PIXELS) // tile_width,
-        -(-(left + box_width + MARGIN_PIXELS) // tile_width),
-    )
-    first_row, end_row = (
-        max(0, top - MARGIN_PIXELS) // tile_height,
-        -(-(top + box_height + MARGIN_PIXELS) // tile_height),
-    )
-    end_column, end_row = min(columns, end_column), min(rows, end_row)
+    first_column, first_row = max(0, left - MARGIN_PIXELS) // tile_width, max(0, top - MARGIN_PIXELS) // tile_height
+    end_column = min(columns, -(-(left + box_width + MARGIN_PIXELS) // tile_width))
+    end_row = min(rows, -(-(top + box_height + MARGIN_PIXELS) // tile_height))
     if end_column - first_column == columns and end_row - first_row == rows:
         return jpeg, left, top
 
