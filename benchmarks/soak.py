@@ -30,7 +30,7 @@ sys.path.insert(0, str(Path(__file__).parent.parent / "tests"))
 import psutil
 
 import bench
-from packtrain.fleet.local import is_node
+from packtrain.fleet.host import is_node
 from packtrain.node.telemetry import rank_of
 from packtrain.observe.history import read_points, read_recent
 from packtrain.run.checkpoint import committed

@@ -20,13 +20,12 @@ from packtrain.store import open_store
 SHED = """
 import sys
 
-from packtrain.fleet.fleet import Fleet, LaunchPlan, Machine, node_arguments
-from packtrain.fleet.local import start_process
-from packtrain.job.kinds import FleetKind
+from packtrain.fleet.fleet import Fleet, FleetBuilder, LaunchPlan, Machine, node_arguments
+from packtrain.fleet.host import start_process
 from packtrain.job.part import Name
 
 
-class ShedSettings(FleetKind):
+class ShedSettings(FleetBuilder):
     tool: Name
 
     def build(self):
@@ -46,14 +45,11 @@ class ShedFleet(Fleet):
     def start(self, run, plans, tied, say):
         return [start_process(run.name, plan.arguments, tied) for plan in plans]
 
-    def list(self, run):
+    def machines(self, run):
         return [Machine(self.settings.tool, "running")]
 
     def end(self, run):
         pass
-
-    def targets(self):
-        return []
 """
 
 ARROWS = """

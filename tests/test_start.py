@@ -274,7 +274,7 @@ def test_a_launch_that_fails_does_not_end_a_run_whose_machines_may_come_back(
     ):
         os.utime(Path(directory_store.url) / entry.key, (1e9 + number, 1e9 + number))  # file systems have coarse clocks
     requeued = [Machine("node-1", "PENDING", is_over)]
-    monkeypatch.setattr("packtrain.fleet.slurm.SlurmFleet.list", lambda *_: requeued)
+    monkeypatch.setattr("packtrain.fleet.slurm.SlurmFleet.machines", lambda *_: requeued)
     with pytest.raises(Mistake, match="cannot be tied to this command"):
         start(run, tied=True)
     assert (run.result() is None) != is_over

@@ -20,7 +20,8 @@ from typing import Any
 from packtrain.data.order import NO_SAMPLES, draws
 from packtrain.errors import FieldMistake, Mistake, PacktrainError
 from packtrain.fleet import Fleet, LaunchPlan, StartedNode, fleet_of
-from packtrain.fleet.fleet import JOIN_SECONDS, Say, passed_keys
+from packtrain.fleet.fleet import HasManifests, Say, passed_keys
+from packtrain.fleet.host import JOIN_SECONDS
 from packtrain.fork import CheckpointName, Inheritance, check_parent, find_parent, inherit, read_name
 from packtrain.housekeeping.removal import remove_run
 from packtrain.housekeeping.uses import Uses, require_uses
@@ -365,9 +366,10 @@ def manifests(loaded: LoadedJob, form: str, progress: PackProgress | None, begin
     Without `progress`, for a dry run, nothing is created: the manifests are those that the run would have.
     """
     fleet = fleet_of(loaded.job.fleet.kind)
+    if not isinstance(fleet, HasManifests):
+        raise Mistake(f"--format {form}: this fleet has no such manifests")
     if form not in fleet.formats:
-        known = f"; it has {', '.join(fleet.formats)}" if fleet.formats else "; only kubernetes has any"
-        raise Mistake(f"--format {form}: this fleet has no such manifests{known}")
+        raise Mistake(f"--format {form}: this fleet has no such manifests; it has {', '.join(fleet.formats)}")
     if progress is None:
         _, run, note = _next_run(loaded)
         return ("" if note is None else f"# {note}\n") + fleet.manifests(run, form)
@@ -425,7 +427,7 @@ def _has_earlier_machines(fleet: Fleet, run: Run) -> bool:
     if len(run.launches()) == 1:
         return False
     try:
-        return any(not machine.is_over for machine in fleet.list(run))
+        return any(not machine.is_over for machine in fleet.machines(run))
     except PacktrainError:
         return True
 

@@ -26,7 +26,8 @@ from packtrain.cli.follow import (
 from packtrain.cli.screen import console
 from packtrain.errors import EXIT_ALREADY_JOINED, EXIT_DONE, EXIT_FAILED, EXIT_STOPPED, EXIT_UNFINISHED, NotFinished
 from packtrain.fleet import Machine
-from packtrain.fleet.local import LocalFleet, start_process
+from packtrain.fleet.host import start_process
+from packtrain.fleet.local import LocalFleet
 from packtrain.observe.follower import RunNews
 from packtrain.run import liveness
 from packtrain.run.liveness import fail_launch, watch_states
@@ -101,7 +102,7 @@ def test_the_fleet_is_asked_only_while_too_few_machines_are_alive(
         asked.append(run.name)
         return here
 
-    monkeypatch.setattr(LocalFleet, "list", machines)
+    monkeypatch.setattr(LocalFleet, "machines", machines)
     run, clock = new_run(directory_store, program_job(fleet={"local": {"machines": 2}})), Clock()
     watcher = MachineWatch(run, clock)
     assert seen(watcher, clock, ASK_FLEET_SECONDS - 2) == ""

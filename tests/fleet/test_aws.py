@@ -13,6 +13,7 @@ import sys
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, Literal
@@ -75,9 +76,14 @@ def run_on(store: Store, given: dict[str, Any], **fields: Any) -> Run:
     return new_run(store, program_job(fleet={"aws": kind}, **fields))
 
 
+def fleet_of(run: Run) -> AwsFleet:
+    assert isinstance(run.job.fleet.kind, AwsSettings)
+    return run.job.fleet.kind.build()
+
+
 def requests_of(run: Run) -> dict[str, Any]:
     """Return what each command of the plan sends, by the name of the command."""
-    plans = run.job.fleet.kind.build().plan(run)
+    plans = fleet_of(run).plan(run)
     return {plan.arguments[2]: json.loads(plan.arguments[-1]) for plan in plans if REQUEST in plan.arguments}
 
 
@@ -118,8 +124,8 @@ def test_a_launch_creates_a_group_of_machines_and_down_leaves_nothing(region: Aw
     ]  # fmt: skip
     assert {resource.run for resource in region.resources(None)} == {run.name}
     assert "g5.xlarge from $" in said[0]
-    fleet = run.job.fleet.kind.build()
-    assert [machine.state for machine in fleet.list(run)] == ["running", "running"]
+    fleet = fleet_of(run)
+    assert [machine.state for machine in fleet.machines(run)] == ["running", "running"]
     assert fleet.queue(run) == "2 running of 2"
     actions = region.ask("autoscaling", "describe-scheduled-actions", AutoScalingGroupName=label_of(run))
     assert [action["MaxSize"] for action in actions["ScheduledUpdateGroupActions"]] == [0]
@@ -291,7 +297,7 @@ def test_whenever_a_launch_is_killed_down_all_leaves_nothing(region: AwsRegion, 
     left = []
     for change in range(1, CHANGES + 2):
         run = run_on(store, {**ASKED, "mounts": {str(tmp_path): "server:/share"}}, budget={"hours": 1})
-        run.job.fleet.kind.build().plan(run)  # here, so that the environment is packed once and not in every process
+        fleet_of(run).plan(run)  # here, so that the environment is packed once and not in every process
         killed_at(change, run, region)
         assert len(run.launches()) == 1, "the intent was recorded first"
         inventory = take_inventory([f"aws:{REGION}"])
@@ -342,7 +348,7 @@ def test_no_secret_reaches_aws_by_way_of_a_launch(
     ]
     script = gzip.decompress(base64.b64decode(template["LaunchTemplateData"]["UserData"])).decode()
     assert f"ssm:{name}" in script
-    everything = " ".join([script, *sent, repr(run.job.fleet.kind.build().plan(run))])
+    everything = " ".join([script, *sent, repr(fleet_of(run).plan(run))])
     assert len(sent) > 10
     for secret in ("canary-in-aws", "canary-here", "secret-of-moto"):
         assert secret not in everything
@@ -367,7 +373,7 @@ def test_the_profile_of_a_job_opens_its_store_and_machines_use_their_role(
         loaded = load(tmp_path / "job.yaml")
         run = create(loaded, PlainProgress(silent))
         start(run, tied=False, say=said.append)
-        [user_data] = [plan.script or "" for plan in run.job.fleet.kind.build().plan(run) if plan.gives == "USER_DATA"]
+        [user_data] = [plan.script or "" for plan in fleet_of(run).plan(run) if plan.gives == "USER_DATA"]
         with answering(AwsRegion("diux", region.place), "SimulatePrincipalPolicy", judged("ec2:RunInstances")):
             checks = {check.detail for check in examine(loaded.job.fleet.kind, s3_location) if check.step == "store"}
     assert loaded.notes == ("commands that do not read the job also need: export AWS_PROFILE=diux",)
@@ -448,7 +454,7 @@ def test_the_printed_plan_can_be_typed_and_is_valid_for_the_aws_command(
 
     asked = {**ASKED, "efa": 1, "key": "me", "ssh_from": "10.0.0.0/8"}
     run = run_on(s3_store, asked, budget={"hours": 1})
-    plans = run.job.fleet.kind.build().plan(run)
+    plans = fleet_of(run).plan(run)
     noted = tmp_path / "noted"
     aws = f"aws() {{ printf '%s\\0' \"$@\" >> {noted}; printf '\\1' >> {noted}; echo \"answer-to-$2\"; }}"
     script = "\n".join([aws, *(plan.in_shell() for plan in plans)])
@@ -710,7 +716,7 @@ def test_without_capacity_the_group_keeps_trying_and_ls_says_why(
         answering(region, "DescribeScalingActivities", {"Activities": [failed(NO_CAPACITY)]}),
     ):
         start(run, tied=False, say=said.append)
-        state = run.job.fleet.kind.build().queue(run)
+        state = fleet_of(run).queue(run)
     assert "AWS has no free machines" in said[-1]
     assert "the group keeps trying" in said[-1]
     assert state is not None
@@ -728,10 +734,10 @@ def test_a_shell_is_opened_by_ssh_or_by_ssm(
         region.ask("ec2", "create-key-pair", KeyName="me")
     run = run_on(s3_store, {"key": "me"})
     with pytest.raises(Mistake, match="no machine is running"):
-        run.job.fleet.kind.build().shell(run, None)
+        fleet_of(run).shell(run, None)
     start(run, tied=False, say=silent)
     [machine] = region.instances(label_of(run))
-    by_ssh = run.job.fleet.kind.build().shell(run, machine["PrivateIpAddress"])
+    by_ssh = fleet_of(run).shell(run, machine["PrivateIpAddress"])
     assert by_ssh[:3] == ("ssh", "-t", "--")
     assert by_ssh[3].startswith("ubuntu@")
     monkeypatch.setenv("PATH", str(tmp_path))
@@ -741,7 +747,7 @@ def test_a_shell_is_opened_by_ssh_or_by_ssm(
     by_ssm = AwsFleet(settings_of(attach="ssm")).shell(run, None)
     assert by_ssm == ("aws", "ssm", "start-session", "--target", machine["InstanceId"], "--region", REGION)
     with pytest.raises(Mistake, match="no machine 'other'"):
-        run.job.fleet.kind.build().shell(run, "other")
+        fleet_of(run).shell(run, "other")
 
 
 # Volumes.
@@ -769,7 +775,7 @@ def test_machines_are_asked_for_where_their_volumes_are(region: AwsRegion, s3_st
         "AutoScalingGroups"
     ]
     assert group["AvailabilityZones"] == ["us-east-1b"]
-    run.job.fleet.kind.build().down(run)
+    fleet_of(run).down(run)
     left = region.ask("ec2", "describe-volumes", VolumeIds=volumes)["Volumes"]
     assert len(left) == 2, "volumes outlive their runs"
 
@@ -786,16 +792,16 @@ def test_volumes_that_are_too_few_are_refused_unless_more_can_be_made(
 
 def test_a_snapshot_of_a_pack_is_made_once(region: AwsRegion, s3_store: Store, volumes: list[str]) -> None:
     run = run_on(s3_store, {"volume": {"name": "imagenet"}})
-    fleet = run.job.fleet.kind.build()
+    fleet = fleet_of(run)
     start(run, tied=False, say=silent)
     with pytest.raises(Mistake, match="no volume imagenet_\\* is attached"):
         fleet.snapshot(run, None, "pack-1")
     [machine] = region.instances(label_of(run))
     region.ask("ec2", "attach-volume", VolumeId=volumes[1], InstanceId=machine["InstanceId"], Device="/dev/sdp")
-    first, is_new = fleet.snapshot(run, None, f"pack-of-{run.name}")
-    assert is_new
-    assert fleet.snapshot(run, None, f"pack-of-{run.name}") == (first, False)
-    [snapshot] = region.ask("ec2", "describe-snapshots", SnapshotIds=[first])["Snapshots"]
+    taken = fleet.snapshot(run, None, f"pack-of-{run.name}")
+    assert taken.is_new
+    assert fleet.snapshot(run, None, f"pack-of-{run.name}") == replace(taken, is_new=False)
+    [snapshot] = region.ask("ec2", "describe-snapshots", SnapshotIds=[taken.name])["Snapshots"]
     assert snapshot["VolumeId"] == volumes[1]
     command = ["packtrain", "volume", "snapshot", run.name, "--store", s3_store.url, "--yes", "--json"]
     done = subprocess.run([sys.executable, "-m", *command], capture_output=True, text=True, check=True)
@@ -806,16 +812,16 @@ def test_a_volume_that_a_finished_run_had_is_still_its_own_to_snapshot(
     region: AwsRegion, s3_store: Store, volumes: list[str]
 ) -> None:
     run = run_on(s3_store, {"volume": {"name": "imagenet"}})
-    fleet = run.job.fleet.kind.build()
+    fleet = fleet_of(run)
     run.finish(Result("finished", "the program ended", 0, 1.0))
     [unnamed] = [region.ask("ec2", "create-volume", AvailabilityZone="us-east-1b", Size=1)["VolumeId"]]
     s3_store.put(run.key(f"volumes/{unnamed}"), b"")  # by somebody who may write the store
     with pytest.raises(Mistake, match="none that they used is free; wait until they have started"):
         fleet.snapshot(run, None, None)
     s3_store.put(run.key(f"volumes/{volumes[1]}"), b"i-0123")  # as its machine has
-    made, is_new = fleet.snapshot(run, None, None)
-    [snapshot] = region.ask("ec2", "describe-snapshots", SnapshotIds=[made])["Snapshots"]
-    assert (snapshot["VolumeId"], is_new) == (volumes[1], True)
+    taken = fleet.snapshot(run, None, None)
+    [snapshot] = region.ask("ec2", "describe-snapshots", SnapshotIds=[taken.name])["Snapshots"]
+    assert (snapshot["VolumeId"], taken.is_new) == (volumes[1], True)
     later = run_on(s3_store, {})
     start(later, tied=False, say=silent)
     [machine] = region.instances(label_of(later))

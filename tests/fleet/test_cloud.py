@@ -49,9 +49,8 @@ def run(directory_store: Store, account: Path) -> Run:
 
 
 def fleet_of(run: Run) -> RentalFleet:
-    fleet = run.job.fleet.kind.build()
-    assert isinstance(fleet, RentalFleet)
-    return fleet
+    assert isinstance(run.job.fleet.kind, RentalSettings)
+    return run.job.fleet.kind.build()
 
 
 def start(run: Run, told: list[str] | None = None) -> None:

@@ -22,7 +22,7 @@ from packtrain.errors import Mistake, NotFound, PacktrainError
 from packtrain.fleet import release
 from packtrain.fleet.cloud import LABEL_TAG, label_of, remove
 from packtrain.fleet.down import check_has_no_machines, launched_fleets, take_down, take_inventory
-from packtrain.fleet.local import find_processes
+from packtrain.fleet.host import find_processes
 from packtrain.job.kinds import FleetKind
 from packtrain.run.checkpoint import last_step
 from packtrain.run.liveness import State, state_of

@@ -17,6 +17,7 @@ import pytest
 
 from packtrain.errors import Mistake
 from packtrain.fleet import environment
+from packtrain.fleet.host import MODULE
 from packtrain.fleet.remote import Remote, Unreachable
 from packtrain.fleet.ssh import facts_of
 from packtrain.fleet.wheels import constraints, digests, own_wheel
@@ -75,7 +76,7 @@ def test_a_bundle_without_wheels_is_refused(tmp_path: Path) -> None:
 def test_the_python_at_this_machines_own_path_is_found(remote: Remote) -> None:
     assert environment.find(remote, None) == sys.executable
     assert environment.find(remote, sys.executable) == sys.executable
-    assert environment.find_any(remote, None) == sys.executable
+    assert environment.find_any(remote, None) == (sys.executable, MODULE)
 
 
 def test_a_host_without_packtrain_has_nothing_to_end_unless_a_node_runs_there(
@@ -128,7 +129,7 @@ def greeting_host(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Remote:
 def test_a_greeting_on_login_does_not_hide_the_answer(greeting_host: Remote, monkeypatch: pytest.MonkeyPatch) -> None:
     assert environment.find(greeting_host, None) == sys.executable
     assert environment.find(greeting_host, sys.executable) == sys.executable
-    assert environment.find_any(greeting_host, sys.executable) == sys.executable
+    assert environment.find_any(greeting_host, sys.executable) == (sys.executable, MODULE)
     monkeypatch.setattr(sys, "executable", "/nowhere/python")
     assert environment.find(greeting_host, None) is None
     with pytest.raises(Unreachable, match="not found") as refused:

@@ -18,7 +18,6 @@ import SoftLayer
 
 from fleet.jobs import left_on, newest, packtrain, write_program
 from packtrain.errors import Mistake, PacktrainError
-from packtrain.fleet import fleet_of
 from packtrain.fleet.cloud import label_of
 from packtrain.fleet.down import remove_found, take_inventory
 from packtrain.fleet.fleet import Check
@@ -285,11 +284,16 @@ def test_down_waits_for_servers_that_ibm_does_not_cancel_yet(cloud: SoftLayerClo
     assert cloud.calls.count("Virtual_Guest.deleteObject") > 1
 
 
+def fleet_of(run: Run) -> IbmFleet:
+    assert isinstance(run.job.fleet.kind, IbmSettings)
+    return run.job.fleet.kind.build()
+
+
 def test_the_state_of_servers_is_told_in_words(
     cloud: SoftLayerCloud, directory_store: Store, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     run = new_run(directory_store, ibm_job())
-    account, fleet = IbmAccount(), fleet_of(run.job.fleet.kind)
+    account, fleet = IbmAccount(), fleet_of(run)
     assert fleet.queue(run) == ""
     cloud.provision_seconds = 600
     order = {"datacenter": "dal10", "flavor": "B1_2X4X25", "os_code": "DEBIAN_12_64", "domain": "example.com"}
@@ -300,7 +304,7 @@ def test_the_state_of_servers_is_told_in_words(
     cloud.provision_seconds = 0
     assert fleet.queue(run) == "1 provisioned"
     cloud.switch_off(f"{label_of(run)}-1")
-    [machine] = fleet.list(run)
+    [machine] = fleet.machines(run)
     assert (machine.state, machine.is_over) == ("switched off, still billed", True)
     fake_ssh(tmp_path / "bin", monkeypatch, "echo stop here >&2; exit 1")
     with pytest.raises(PacktrainError, match="stop here"):
@@ -310,7 +314,7 @@ def test_the_state_of_servers_is_told_in_words(
     [resource] = account.resources(None)
     account.delete(resource)
     account.delete(resource)  # one that is being canceled already
-    assert [machine.state for machine in fleet.list(run)] == ["being canceled"]
+    assert [machine.state for machine in fleet.machines(run)] == ["being canceled"]
     cloud.cancel_seconds = 0
     assert account.resources(None) == []
     account.delete(resource)  # and one that is gone
@@ -440,11 +444,14 @@ def test_two_servers_train_and_are_canceled_at_the_end(
     done = packtrain("run", job, "--detach", directory=tmp_path, environment=secrets)
     assert done.returncode == 0, done.stderr + done.stdout
     run = newest(store)
-    label, fleet = label_of(run), fleet_of(run.job.fleet.kind)
+    label, fleet = label_of(run), fleet_of(run)
     for said in (f"{label}-2: provisioning (Assign Host)", f"{label}-1: provisioned"):
         assert said in done.stdout, done.stdout
     assert "IBM bills servers until they are canceled; `packtrain down counts-1" in done.stdout
-    assert [(one.name, one.state) for one in fleet.list(run)] == [(f"{label}-1", "running"), (f"{label}-2", "running")]
+    assert [(one.name, one.state) for one in fleet.machines(run)] == [
+        (f"{label}-1", "running"),
+        (f"{label}-2", "running"),
+    ]
 
     # A second start orders nothing, starts nothing and ends nothing.
     lines: list[str] = []

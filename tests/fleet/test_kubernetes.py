@@ -93,10 +93,10 @@ def pod_of(document: dict[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
     return spec, spec["containers"][0]
 
 
-def fleet_of(run: Run) -> KubernetesFleet:
-    fleet = run.job.fleet.kind.build()
-    assert isinstance(fleet, KubernetesFleet)
-    return fleet
+def fleet_of(run: Run | Job) -> KubernetesFleet:
+    kind = (run if isinstance(run, Job) else run.job).fleet.kind
+    assert isinstance(kind, KubernetesSettings)
+    return kind.build()
 
 
 def put_pod(server: ApiServer, run: Run, name: str = "a", phase: str = "Pending", **status: Any) -> None:
@@ -330,7 +330,7 @@ def test_run_prints_manifests_that_kubectl_takes(server: ApiServer, tmp_path: Pa
     assert len(run.launches()) == 1
     with pytest.raises(Mistake, match="no such manifests; it has job, jobset, trainjob"):
         manifests(load(path), "helm", None)
-    with pytest.raises(Mistake, match="no such manifests; only kubernetes has any"):
+    with pytest.raises(Mistake, match="this fleet has no such manifests"):
         manifests(load(path, ["fleet=local"]), "job", None)
 
 
@@ -339,19 +339,19 @@ def test_run_prints_manifests_that_kubectl_takes(server: ApiServer, tmp_path: Pa
 
 def test_the_server_validates_the_job_before_anything_is_packed(server: ApiServer, directory_store: Store) -> None:
     job = a_job({"mounts": [{"path": directory_store.url, "host": directory_store.url}]})
-    job.fleet.kind.build().check(job, directory_store)
+    fleet_of(job).check(job, directory_store)
     assert f"POST /apis/batch/v1/namespaces/{NAMESPACE}/jobs?dryRun=All" in server.asked()
     assert server.objects(JOB) == []
     server.refuse("post", JOB, 422, "Job is invalid: spec.template.spec: no such thing")
     with pytest.raises(Mistake, match=r"refuses to create jobs.batch in namespace training: Job is invalid"):
-        job.fleet.kind.build().check(job, directory_store)
+        fleet_of(job).check(job, directory_store)
 
 
 def test_a_store_that_pods_cannot_see_or_write_is_refused(directory_store: Store) -> None:
     mount = {"path": directory_store.url, "claim": "runs", "read_only": True}
     for job in (a_job(), a_job({"mounts": [mount]})):
         with pytest.raises(Mistake, match="pods cannot write to the store"):
-            job.fleet.kind.build().check(job, directory_store)
+            fleet_of(job).check(job, directory_store)
     run = a_run(directory_store)
     with pytest.raises(Mistake, match="pods cannot write to the store"):
         fleet_of(run).plan(run)
@@ -361,14 +361,14 @@ def test_a_cluster_without_gpus_is_refused_unless_it_adds_nodes(server: ApiServe
     server.put(NODE, "small", None, status={"allocatable": {"cpu": "4", "memory": "8Gi"}})
     wanted = {"resources": {"nvidia.com/gpu": 1}}
     with pytest.raises(Mistake, match=r"no node of the cluster has 1 of nvidia.com/gpu; none has any; .*autoscaling"):
-        a_job(wanted).fleet.kind.build().check(a_job(wanted), s3_store)
+        fleet_of(a_job(wanted)).check(a_job(wanted), s3_store)
     big = {"resources": {"cpu": 16}}
     with pytest.raises(Mistake, match=r"has 16 of cpu; the largest has 4"):
-        a_job(big).fleet.kind.build().check(a_job(big), s3_store)
+        fleet_of(a_job(big)).check(a_job(big), s3_store)
     for allowed in ({**wanted, "autoscaling": True}, {"resources": {"cpu": "500m", "memory": "8Gi"}}):
-        a_job(allowed).fleet.kind.build().check(a_job(allowed), s3_store)
+        fleet_of(a_job(allowed)).check(a_job(allowed), s3_store)
     server.refuse("get", NODE, 403, 'nodes is forbidden: User "ann" cannot list resource "nodes" in API group ""')
-    a_job(wanted).fleet.kind.build().check(a_job(wanted), s3_store)  # who may not look finds out later
+    fleet_of(a_job(wanted)).check(a_job(wanted), s3_store)  # who may not look finds out later
 
 
 def test_what_the_job_names_and_the_cluster_lacks_is_refused(server: ApiServer, s3_store: Store) -> None:
@@ -376,23 +376,23 @@ def test_what_the_job_names_and_the_cluster_lacks_is_refused(server: ApiServer, 
     kinds = {"v1/secrets": "keys", "v1/persistentvolumeclaims": "imagenet", "v1/serviceaccounts": "trainer"}
     for kind, name in kinds.items():
         with pytest.raises(Mistake, match=f"there is no [A-Za-z]+ {name} in namespace training; create it"):
-            a_job(names).fleet.kind.build().check(a_job(names), s3_store)
+            fleet_of(a_job(names)).check(a_job(names), s3_store)
         server.put(kind, name)
-    a_job(names).fleet.kind.build().check(a_job(names), s3_store)
+    fleet_of(a_job(names)).check(a_job(names), s3_store)
     other = {"store_secret": "hidden"}
     server.refuse("get", "v1/secrets", 403, 'User "ann" cannot get resource "secrets"')
-    a_job(other).fleet.kind.build().check(a_job(other), s3_store)  # who may not look finds out later
+    fleet_of(a_job(other)).check(a_job(other), s3_store)  # who may not look finds out later
 
 
 def test_a_webhook_without_dry_runs_is_not_asked(server: ApiServer, s3_store: Store) -> None:
     server.refuse("post", JOB, 400, 'admission webhook "a.example" does not support dry run')
-    a_job().fleet.kind.build().check(a_job(), s3_store)
+    fleet_of(a_job()).check(a_job(), s3_store)
 
 
 def test_pods_without_keys_for_the_store_are_said(server: ApiServer, s3_store: Store) -> None:
     assert server.url
     said: list[str] = []
-    a_job().fleet.kind.build().check(a_job(), s3_store, said.append)
+    fleet_of(a_job()).check(a_job(), s3_store, said.append)
     assert any("set store_secret or service_account" in line for line in said)
     assert any("this machine's own" in line for line in said)
 
@@ -544,7 +544,7 @@ def test_the_state_of_a_pod_has_its_reason(
     server.put(EVENT, "1", involvedObject={"name": "a"}, lastTimestamp="1", **event)
     server.put(EVENT, "2", involvedObject={"name": "a"}, lastTimestamp="2", type="Warning", reason="Failed",
                message="Error: ImagePullBackOff")  # fmt: skip
-    assert states_of(fleet_of(run).list(run)) == f"1 {words}"
+    assert states_of(fleet_of(run).machines(run)) == f"1 {words}"
     assert fleet_of(run).queue(run) == f"1 {words}"
 
 
@@ -565,7 +565,7 @@ def test_a_job_between_two_pods_says_how_the_last_one_ended(
     run = a_run(s3_store)
     start(run, False, print)
     put_pod(server, run, "a", "Failed", **status)
-    [machine] = fleet_of(run).list(run)
+    [machine] = fleet_of(run).machines(run)
     assert machine.state == f"waiting for new pods; the last one: {words}"
     assert not machine.is_over
 
@@ -574,7 +574,7 @@ def test_an_ended_job_has_no_machine_left(server: ApiServer, s3_store: Store) ->
     run = a_run(s3_store)
     failed = {"type": "Failed", "status": "True", "reason": "DeadlineExceeded", "message": "Job was active too long"}
     server.put(JOB, label_of(run), metadata={"labels": {LABEL: label_of(run)}}, status={"conditions": [failed]})
-    [machine] = fleet_of(run).list(run)
+    [machine] = fleet_of(run).machines(run)
     assert (machine.state, machine.is_over) == ("Failed (DeadlineExceeded: Job was active too long)", True)
 
 
@@ -637,34 +637,34 @@ def test_missing_rights_name_the_verb_the_resource_and_the_namespace(server: Api
     said = 'jobs.batch is forbidden: User "ann" cannot create resource "jobs" in API group "batch" in the namespace'
     server.refuse("post", JOB, 403, said)
     with pytest.raises(Mistake, match=r"ann may not create jobs.batch in namespace training; ask its administrator"):
-        a_job().fleet.kind.build().check(a_job(), s3_store)
+        fleet_of(a_job()).check(a_job(), s3_store)
 
 
 def test_a_quota_is_not_taken_for_missing_rights(server: ApiServer, s3_store: Store) -> None:
     server.refuse("post", JOB, 403, 'jobs.batch "a" is forbidden: exceeded quota: jobs, requested: 1')
     with pytest.raises(Mistake, match="exceeded quota"):
-        a_job().fleet.kind.build().check(a_job(), s3_store)
+        fleet_of(a_job()).check(a_job(), s3_store)
 
 
 def test_a_missing_namespace_is_named(server: ApiServer, s3_store: Store) -> None:
     server.refuse("post", JOB, 404, 'namespaces "training" not found')
     with pytest.raises(Mistake, match=r"there is no namespace training; create it, or set fleet.kubernetes.namespace"):
-        a_job().fleet.kind.build().check(a_job(), s3_store)
+        fleet_of(a_job()).check(a_job(), s3_store)
 
 
 def test_a_rejected_login_is_told(server: ApiServer) -> None:
     server.refuse("get", POD, 401, "Unauthorized")
     with pytest.raises(Mistake, match=r"rejects this login; try `kubectl get pods`"):
-        Cluster().list(PODS)
+        Cluster().objects(PODS)
 
 
 def test_a_busy_server_is_asked_again_and_a_silent_one_is_named(server: ApiServer, tmp_path: Path) -> None:
     server.refuse("get", POD, 503, "overloaded", times=2)
     server.refuse("get", POD, 429, "too many requests", times=1)
-    assert Cluster().list(PODS) == []
+    assert Cluster().objects(PODS) == []
     kubeconfig(tmp_path / "kubeconfig", "http://127.0.0.1:9")
     with pytest.raises(RequestRefused, match=r"http://127.0.0.1:9 does not answer \(.*refused\); check the context"):
-        Cluster().list(PODS)
+        Cluster().objects(PODS)
 
 
 def test_a_missing_kubeconfig_or_context_is_told(

@@ -223,9 +223,9 @@ def test_nodes_end_with_mpirun(network: Network) -> None:
         "from packtrain.store import open_store\n"
         "run = open_run(open_store(sys.argv[1]), None)\n"
         "fleet = fleet_of(run.job.fleet.kind)\n"
-        "print([machine.state for machine in fleet.list(run)])\n"
+        "print([machine.state for machine in fleet.machines(run)])\n"
         "fleet.end(run)\n"
-        "print([machine.state for machine in fleet.list(run)])\n"
+        "print([machine.state for machine in fleet.machines(run)])\n"
     )
     done = network[0].run([sys.executable, "-c", code, run.store.url])
     assert done.stdout.splitlines() == ["['running', 'running']", "['ended', 'ended']"], done.stderr

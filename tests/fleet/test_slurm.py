@@ -27,7 +27,7 @@ from fleet.jobs import (
 from packtrain.backoff import Backoff
 from packtrain.errors import Mistake
 from packtrain.fleet import states_of
-from packtrain.fleet.local import is_node
+from packtrain.fleet.host import is_node
 from packtrain.fleet.slurm import (
     NOTICE_SECONDS,
     QueuedJob,

@@ -253,11 +253,14 @@ def test_nodes_outlive_the_client_and_can_be_listed_and_ended(
     monkeypatch.setenv("PATH", environment["PATH"])
     run = newest(store)
     kind = fleet_of(run.job.fleet.kind)
-    assert [(machine.name, machine.state) for machine in kind.list(run)] == [("host1", "running"), ("host2", "running")]
+    assert [(machine.name, machine.state) for machine in kind.machines(run)] == [
+        ("host1", "running"),
+        ("host2", "running"),
+    ]
     shown = network[0].run(["tmux", "capture-pane", "-p", "-t", f"packtrain-{run.name}"]).stdout
     assert "joined" in shown
     assert kind.down(run) == ["host1", "host2"]
-    assert {machine.state for machine in kind.list(run)} == {"ended"}
+    assert {machine.state for machine in kind.machines(run)} == {"ended"}
     assert kind.down(run) == []  # a second time does nothing
     assert left_on(network) == []
 

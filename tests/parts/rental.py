@@ -6,7 +6,6 @@ request, to fail, to interrupt or to kill the client at that moment.
 
 from __future__ import annotations
 
-import builtins
 import json
 import os
 import signal
@@ -20,11 +19,12 @@ import psutil
 import pytest
 
 from packtrain.errors import Mistake, PacktrainError
-from packtrain.fleet.cloud import CloudFleet, Provider, Resource, StillInUse, label_of, tags_of
-from packtrain.fleet.fleet import Fleet, LaunchPlan, Machine, Say, Target, node_arguments
-from packtrain.job.kinds import FLEETS, FleetKind
+from packtrain.fleet.cloud import CloudBuilder, CloudFleet, Provider, Resource, StillInUse, label_of, tags_of
+from packtrain.fleet.fleet import Check, LaunchPlan, Machine, Say, node_arguments
+from packtrain.job.kinds import FLEETS
 from packtrain.job.part import StorePath
 from packtrain.run.run import Run
+from packtrain.store import Store
 
 ACCOUNT = "RENTAL_ACCOUNT"
 _PRICES = {"small": 0.5, "large": 2.0}
@@ -35,14 +35,14 @@ def register(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(FLEETS, "rental", "parts.rental:RentalSettings")
 
 
-class RentalSettings(FleetKind):
+class RentalSettings(CloudBuilder):
     """`idle` machines do nothing, and start at once."""
 
     account: StorePath
     types: tuple[str, ...] = ("small",)
     idle: bool = False
 
-    def build(self) -> Fleet:
+    def build(self) -> RentalFleet:
         return RentalFleet(self)
 
     def hourly_prices(self) -> dict[str, float | None]:
@@ -135,7 +135,7 @@ class RentalFleet(CloudFleet):
     def provider(self) -> RentalProvider:
         return RentalProvider(Path(self._settings.account))
 
-    def plan(self, run: Run) -> builtins.list[LaunchPlan]:
+    def plan(self, run: Run) -> list[LaunchPlan]:
         node = (*node_arguments(run, sys.executable, self._settings), "--address", "127.0.0.1")
         command = ("sleep", "1000") if self._settings.idle else node
         return [LaunchPlan(f"machine {number}", command) for number in range(self._settings.machines.most)]
@@ -147,9 +147,9 @@ class RentalFleet(CloudFleet):
             provider.create("machine", f"{label_of(run)}-{number}", tags, plan.arguments)
             say(f"created {plan.machine}")
 
-    def list(self, run: Run) -> builtins.list[Machine]:
+    def machines(self, run: Run) -> list[Machine]:
         found = self.provider().resources(label_of(run))
         return [Machine(one.name, "running") for one in found if one.kind == "machine"]
 
-    def targets(self) -> builtins.list[Target]:
-        return []
+    def checks(self, store: Store | None) -> Iterator[Check]:  # noqa: ARG002
+        yield from ()

@@ -17,6 +17,7 @@ from typer.testing import CliRunner
 import packtrain as pt
 from packtrain.cli import app
 from packtrain.errors import Mistake
+from packtrain.fleet import fleet_of
 from packtrain.fleet.environment import FIND
 from packtrain.fleet.local import LocalSettings
 from packtrain.fleet.wheels import _pip
@@ -306,7 +307,7 @@ def trap(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def start_a_node(run: Run) -> None:
-    [plan] = run.job.fleet.kind.build().plan(run)
+    [plan] = fleet_of(run.job.fleet.kind).plan(run)
     assert subprocess.run(plan.arguments, stdin=subprocess.DEVNULL, timeout=120).returncode == 0, "the run has ended"
 
 

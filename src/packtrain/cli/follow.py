@@ -204,7 +204,7 @@ class MachineWatch:
     def _ask(self) -> None:
         try:
             fleet = fleet_to_ask(self._run)
-            self._machines = None if fleet is None else fleet.list(self._run)
+            self._machines = None if fleet is None else fleet.machines(self._run)
         except PacktrainError:
             self._machines = None
 

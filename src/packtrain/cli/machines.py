@@ -28,10 +28,9 @@ from packtrain.cli.screen import console
 from packtrain.errors import EXIT_DONE, EXIT_FAILED, EXIT_MISTAKE, EXIT_UNFINISHED, Mistake, NotFound, harmless
 from packtrain.fleet import fleet_of, fleet_to_ask
 from packtrain.fleet.cloud import Resource
-from packtrain.fleet.doctor import examine
+from packtrain.fleet.doctor import Here, describe, examine
 from packtrain.fleet.down import remove_found, take_down, take_inventory
-from packtrain.fleet.fleet import Check, Fleet, silent
-from packtrain.fleet.here import Here, describe
+from packtrain.fleet.fleet import Check, Fleet, HasShell, HasVolumes, silent
 from packtrain.job import Job
 from packtrain.job.kinds import FLEETS, FleetKind, kind_class, word_of
 from packtrain.job.part import faults
@@ -78,7 +77,7 @@ def doctor(
 
 def _print_here(here: Here) -> None:
     screen = console()
-    for one in here.found:
+    for one in here.traits:
         parts = [f"  fix: {one.fix}"] if one.fix else [f"  note: {one.note}"] if one.note else []
         screen.say_row(f"{one.name:<10}", "dim", (one.detail, "red" if one.fix else ""), *parts)
     screen.say()
@@ -133,6 +132,8 @@ def attach(
     if (result := run.result()) is not None:
         raise Mistake(f"{run.name} has already {result.status}; it has no machines to attach to")
     fleet = _fleet_of(run, "Contact them and open a shell?", yes)
+    if not isinstance(fleet, HasShell):
+        raise Mistake(f"{run.name}: cannot open a shell on its machines from here ({node or 'any'})")
     command = fleet.shell(run, node)
     screen = console(sys.stderr)
     screen.say("Attaching to ", (run.name, "bold"), f" on {_place(run, node, fleet.trains_here)}.")
@@ -174,12 +175,16 @@ def snapshot(
     """
     run = find_run(store, name)
     pack = None if run.job.program is not None else run.pack_name()
-    made, is_new = _fleet_of(run, "Contact them and take a snapshot?", yes).snapshot(run, machine, pack)
+    fleet = _fleet_of(run, "Contact them and take a snapshot?", yes)
+    if not isinstance(fleet, HasVolumes):
+        raise Mistake(f"{run.name}: its fleet has no volumes to take a snapshot of")
+    taken = fleet.snapshot(run, machine, pack)
     if as_json:
-        print_json({"run": run.name, "snapshot": made, "new": is_new})
+        print_json({"run": run.name, "snapshot": taken.name, "new": taken.is_new})
         return
-    console().say(f"{'Making' if is_new else 'There is already'} ", (made, "bold"), "" if is_new else f" of {pack}")
-    console().say(f"  use it: --set fleet.aws.volume.snapshot={made}")
+    words = ("Making", "") if taken.is_new else ("There is already", f" of {pack}")
+    console().say(f"{words[0]} ", (taken.name, "bold"), words[1])
+    console().say(f"  use it: --set {taken.field}={taken.name}")
 
 
 def down(

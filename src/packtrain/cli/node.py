@@ -23,6 +23,7 @@ from packtrain.cli.follow import StepLines
 from packtrain.cli.screen import console
 from packtrain.errors import EXIT_DONE, EXIT_FAILED, Mistake
 from packtrain.fleet import fleet_of
+from packtrain.fleet.fleet import HasNotices
 from packtrain.job.part import tracking_fault
 from packtrain.node.main import NodeOptions, take_part
 from packtrain.node.node import Node
@@ -81,7 +82,8 @@ def node(
     options = NodeOptions(address, interface, workers, power_off, code, identity)
 
     def notices() -> Sequence[NoticeSource]:
-        return fleet_of(run.job.fleet.kind).notices()
+        fleet = fleet_of(run.job.fleet.kind)
+        return fleet.notices() if isinstance(fleet, HasNotices) else ()
 
     sys.exit(take_part(run, options, trusting(trust_code), notices, _steps_printed, write_report))
 

@@ -32,6 +32,7 @@ from packtrain.cli.output import print_json
 from packtrain.cli.screen import console
 from packtrain.errors import EXIT_DONE, EXIT_FAILED, Mistake, NotFound, PacktrainError, harmless, nearest
 from packtrain.fleet import fleet_to_ask, release, request_stop
+from packtrain.fleet.fleet import HasQueue
 from packtrain.observe.status import About, Status, about, is_started_here, read_end, read_status, status_json
 from packtrain.run.liveness import (
     EXIT_CODES,
@@ -208,7 +209,8 @@ def _listed(run: Run, state: State | PacktrainError, wanted: Filter) -> Listed |
     if not wanted(state, None) or not wanted(state, found := about(run)):
         return None
     fleet = None if state in ("finished", "failed", "stopped") else fleet_to_ask(run)
-    return read_end(run, state), found, None if fleet is None else fleet.queue(run)
+    queue = fleet.queue(run) if fleet is not None and isinstance(fleet, HasQueue) else None
+    return read_end(run, state), found, queue
 
 
 def show(

@@ -3,7 +3,19 @@
 from __future__ import annotations
 
 from packtrain.errors import PacktrainError
-from packtrain.fleet.fleet import Fleet, LaunchPlan, Machine, Say, StartedNode, silent, states_of
+from packtrain.fleet.cloud import CloudFleet
+from packtrain.fleet.fleet import (
+    CancelsQueued,
+    Fleet,
+    FleetBuilder,
+    LaunchPlan,
+    Machine,
+    Releases,
+    Say,
+    silent,
+    states_of,
+)
+from packtrain.fleet.host import StartedNode
 from packtrain.job.kinds import FLEETS, FleetKind, word_of
 from packtrain.run.liveness import finish_unattended
 from packtrain.run.run import Run
@@ -15,8 +27,8 @@ __all__ = [
 
 
 def fleet_of(kind: FleetKind) -> Fleet:
-    fleet: Fleet = kind.build()
-    return fleet
+    assert isinstance(kind, FleetBuilder), kind
+    return kind.build()
 
 
 def fleet_to_ask(run: Run) -> Fleet | None:
@@ -48,8 +60,9 @@ def release(run: Run, say: Say = silent) -> None:
         try:
             fleet = fleet_of(kind)
             if fleet.trains_here or trusts_fleet(run, kind):
-                fleet.release(run, say)
-            elif fleet.rents:
+                if isinstance(fleet, Releases):
+                    fleet.release(run, say)
+            elif isinstance(fleet, CloudFleet):
                 warn(f"it was not started on {word_of(FLEETS, kind)} from here")
         except PacktrainError as error:  # the other fleets cost money, too
             warn(error)
@@ -62,7 +75,8 @@ def request_stop(run: Run, reason: str, say: Say = silent) -> None:
     """
     run.request_stop(reason)
     try:
-        if (fleet := fleet_to_ask(run)) is not None:
+        fleet = fleet_to_ask(run)
+        if fleet is not None and isinstance(fleet, CancelsQueued):
             fleet.cancel_queued(run)
     except PacktrainError as error:
         say(f"Could not cancel queued jobs; they exit when they start: {error}")

@@ -6,23 +6,23 @@ that a run creates carries its label, so it is found and deleted from any machin
 
 from __future__ import annotations
 
-import builtins
 import hashlib
 import shlex
 import time
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from datetime import UTC, datetime
 
 from packtrain.backoff import Backoff
 from packtrain.errors import Mistake, NotFinished, PacktrainError
-from packtrain.fleet.fleet import Fleet, LaunchPlan, Say, StartedNode, silent
+from packtrain.fleet.fleet import Check, Fleet, FleetBuilder, LaunchPlan, Say, silent
+from packtrain.fleet.host import StartedNode
 from packtrain.node.deadline import seconds_left
 from packtrain.run.liveness import LEASE_LOST_SECONDS
 from packtrain.run.run import Run
-from packtrain.store import StoreAway
+from packtrain.store import Store, StoreAway
 from packtrain.system import this_client
 
 LABEL_TAG = "packtrain-label"
@@ -67,10 +67,10 @@ class Resource:
     def title(self) -> str:
         return f"{self.kind} {self.name} in {self.place}"
 
-    def has_expired(self, now: datetime) -> bool:
-        """True if the run's budget has ended by now; what has no expiry, or none that can be read, has not."""
+    def has_expired(self, moment: datetime) -> bool:
+        """True if the run's budget has ended by then; what has no expiry, or none that can be read, has not."""
         with suppress(ValueError):
-            return datetime.strptime(self.expires, _TIME).replace(tzinfo=UTC) < now
+            return datetime.strptime(self.expires, _TIME).replace(tzinfo=UTC) < moment
         return False
 
 
@@ -96,8 +96,19 @@ class Provider(ABC):
         """Ask for the deletion, and do not wait for it. What is gone already is no error."""
 
 
+class CloudBuilder(FleetBuilder):
+    """The settings of a fleet whose machines somebody pays for."""
+
+    @classmethod
+    @abstractmethod
+    def providers(cls, places: Sequence[str]) -> Sequence[Provider]:
+        """Return a `Provider` for each of the places, or for the default ones.
+
+        Raises Mistake if they cannot be asked from here: the SDK or the credentials are missing.
+        """
+
+
 class CloudFleet(Fleet):
-    rents = True
     no_foreground = "machines of a cloud cannot be tied to this command; omit --foreground, and use `packtrain down`"
 
     @abstractmethod
@@ -107,11 +118,15 @@ class CloudFleet(Fleet):
     def create(self, run: Run, plans: Sequence[LaunchPlan], say: Say) -> None:
         """Create the machines. Called again for the same run, it creates nothing twice."""
 
-    def start(self, run: Run, plans: Sequence[LaunchPlan], tied: bool, say: Say = silent) -> builtins.list[StartedNode]:
+    @abstractmethod
+    def checks(self, store: Store | None) -> Iterator[Check]:
+        """Check what a start would need, without starting anything. `store` is None if it cannot be reached."""
+
+    def start(self, run: Run, plans: Sequence[LaunchPlan], tied: bool, say: Say = silent) -> list[StartedNode]:
         if tied:
             raise Mistake(self.no_foreground)
         provider = self.provider()
-        existed = any(known.kind not in provider.idle_kinds for known in provider.resources(label_of(run)))
+        existed = any(resource.kind not in provider.idle_kinds for resource in provider.resources(label_of(run)))
         try:
             self.create(run, plans, say)
         except BaseException as error:  # also Ctrl-C: half of a fleet costs money and trains nothing
@@ -128,13 +143,10 @@ class CloudFleet(Fleet):
 
     def end(self, run: Run) -> None:
         provider = self.provider()
-        for resource in provider.resources(label_of(run)):
-            try:
-                provider.delete(resource)
-            except StillInUse:
-                continue  # it goes with the last of what uses it
+        if faults := _delete_each(provider.resources(label_of(run)), provider):
+            raise faults[0]
 
-    def down(self, run: Run, say: Say = silent) -> builtins.list[str]:
+    def down(self, run: Run, say: Say = silent) -> list[str]:
         return [resource.title for resource in remove_all_of(run, self.provider(), say)]
 
     def give_back(self, run: Run, say: Say) -> None:
@@ -159,14 +171,14 @@ def tags_of(run: Run, limit_seconds: float | None = None) -> dict[str, str]:
 
     `limit_seconds` is how long a run without a budget may last.
     """
-    left = budget_seconds(run)
-    left = limit_seconds if left is None else left
+    seconds = budget_seconds(run)
+    seconds = limit_seconds if seconds is None else seconds
     return {
         LABEL_TAG: label_of(run),
         _RUN_TAG: run.name,
         STORE_TAG: run.store.url,
         _OWNER_TAG: this_client(),
-        _EXPIRES_TAG: _NEVER if left is None else expiry(left),
+        _EXPIRES_TAG: _NEVER if seconds is None else expiry(seconds),
     }
 
 
@@ -186,8 +198,9 @@ def budget_seconds(run: Run, machines: int | None = None) -> float | None:
             raise
         leases = []  # the store of a dry run is yet to be created
     used = max((lease.used_seconds for lease in leases), default=0.0)
-    left = seconds_left(run.job.budget, run.job.fleet, leases, used, machines or run.job.fleet.kind.machines.most)
-    return None if left is None else min(left, _MAX_SECONDS)
+    count = machines or run.job.fleet.kind.machines.most
+    seconds = seconds_left(run.job.budget, run.job.fleet, leases, used, count)
+    return None if seconds is None else min(seconds, _MAX_SECONDS)
 
 
 def wait_until_left(run: Run) -> None:
@@ -211,27 +224,29 @@ def remove(
 ) -> list[Resource]:
     """Delete what is listed until the provider lists nothing; return what that was. Raise with what is left."""
     backoff = backoff or Backoff(0.2, 10.0, limit_seconds=_DOWN_SECONDS)
-    found: dict[Resource, None] = {}
+    deleted: dict[Resource, None] = {}
     before: set[Resource] = set()
     stuck, settled = 0, False
     while True:
-        left = listed()
-        if not left:
+        remaining = listed()
+        if not remaining:
             if settled or provider.settle_seconds == 0:
-                return list(found)
+                return list(deleted)
             settled = True  # what was created a moment ago may be in no list yet: look once more
             sleep(provider.settle_seconds)
             continue
-        for resource in left:
-            if resource not in found:
-                found[resource] = None
+        for resource in remaining:
+            if resource not in deleted:
+                deleted[resource] = None
                 say(f"deleting {resource.title}")
-        faults = _delete_each(left, provider)
-        stuck = stuck + 1 if faults and set(left) == before else 0
-        before = set(left)
+        faults = _delete_each(remaining, provider)
+        stuck = stuck + 1 if faults and set(remaining) == before else 0
+        before = set(remaining)
         if stuck >= _STUCK_ROUNDS or not backoff.wait():
             why = f" ({faults[0]})" if faults else ""
-            raise PacktrainError(f"still there in {provider.place}: {_names(left)}{why}; run `packtrain down` again")
+            raise PacktrainError(
+                f"still there in {provider.place}: {_names(remaining)}{why}; run `packtrain down` again"
+            )
 
 
 def _delete_each(resources: Sequence[Resource], provider: Provider) -> list[PacktrainError]:
@@ -241,7 +256,7 @@ def _delete_each(resources: Sequence[Resource], provider: Provider) -> list[Pack
         try:
             provider.delete(resource)
         except StillInUse:
-            continue
+            continue  # it goes with the last of what uses it
         except PacktrainError as error:
             faults.append(error)
     return faults
@@ -252,11 +267,11 @@ def _undo(run: Run, provider: Provider, error: BaseException, say: Say) -> None:
     try:
         remove_all_of(run, provider, say)
     except BaseException as fault:
-        left = "what was created"
+        remaining = "what was created"
         with suppress(Exception):  # asking again may fail as well
-            left = _names(provider.resources(label_of(run)))
+            remaining = _names(provider.resources(label_of(run)))
         raise PacktrainError(
-            f"{_in_words(error)}; then {left} in {provider.place} could not be deleted ({_in_words(fault)}),"
+            f"{_in_words(error)}; then {remaining} in {provider.place} could not be deleted ({_in_words(fault)}),"
             f" and may cost money: run `{_down_command(run)}`"
         ) from error
 

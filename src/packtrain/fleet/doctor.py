@@ -1,34 +1,174 @@
-"""Try every step that a run takes on its machines, and say what to do about what fails."""
+"""`packtrain doctor`: what this machine has, and every step that a run takes on its machines, tried one by one.
+
+Nothing is started, imported or asked over the network to describe this machine, and no credential is read: only whether
+there are some.
+"""
 
 from __future__ import annotations
 
 import json
+import re
 import shutil
+import socket
 import subprocess
+import sys
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, suppress
 from dataclasses import dataclass
 from functools import partial
+from importlib.metadata import PackageNotFoundError, version
+from importlib.util import find_spec
+from pathlib import Path
 from typing import Any
+
+import psutil
 
 from packtrain.errors import Mistake, PacktrainError
 from packtrain.fleet import fleet_of
-from packtrain.fleet.facts import Facts, visible_object
-from packtrain.fleet.fleet import Check, Fleet, Target, passed_keys, passed_variables, tried, values_of
+from packtrain.fleet.cloud import CloudFleet
+from packtrain.fleet.fleet import (
+    Check,
+    HasTargets,
+    Target,
+    fault_and_advice,
+    passed_keys,
+    passed_variables,
+    tried,
+    values_of,
+)
+from packtrain.fleet.host import Facts, verb_command, visible_object
 from packtrain.fleet.link_probe import RENDEZVOUS_SECONDS, SECONDS, LinkSpeed
-from packtrain.fleet.remote import Unreachable, verb_command
+from packtrain.fleet.remote import Unreachable
 from packtrain.fleet.ssh import store_advice
 from packtrain.identity import identity, install_command
-from packtrain.job.kinds import FleetKind
+from packtrain.job.kinds import FLEETS, FleetKind, kind_class
+from packtrain.node.telemetry import GpuSampler
 from packtrain.store import Store, open_store
-from packtrain.units import show_bytes, show_seconds
+from packtrain.system import cache_directory, check_shared_memory, is_scratch, state_directory, usable_cores
+from packtrain.units import counted, show_bytes, show_seconds
 
 DISK_BYTES = 2_000_000_000
 CLOCK_SECONDS = 30.0
 _FACTS_SECONDS = 120.0
 _LINK_PROBE_SECONDS = 2 * RENDEZVOUS_SECONDS + SECONDS
+_CUDA = re.compile(r"^cuda[^=\n]*=\s*['\"]([^'\"]+)['\"]", re.MULTILINE)
+_DRIVER = Path("/proc/driver/nvidia/version")
+_DRIVER_VERSION = re.compile(r"\b([0-9]+\.[0-9]+(?:\.[0-9]+)?)\b")
+
+
+# This machine.
+
+
+@dataclass(frozen=True)
+class Trait:
+    """One thing about this machine. `fix` is empty unless a run on this machine lacks it; `note` is worth knowing."""
+
+    name: str
+    detail: str
+    fix: str = ""
+    note: str = ""
+
+
+@dataclass(frozen=True)
+class Here:
+    """This machine. `missing` has for each fleet what it lacks, with how to get it."""
+
+    traits: tuple[Trait, ...]
+    missing: Mapping[str, Mapping[str, str]]
+
+    @property
+    def can_train(self) -> bool:
+        return not any(trait.fix for trait in self.traits)
+
+
+def describe(store: str, create_store: bool) -> Here:
+    """Describe this machine, and its view of the store."""
+    gpus = GpuSampler().sample()
+    memories = {
+        name: [gpu.memory_bytes for gpu in gpus if gpu.name == name] for name in dict.fromkeys(g.name for g in gpus)
+    }
+    models = [f"{len(sizes)} x {name}, {show_bytes(max(sizes))} each" for name, sizes in memories.items()]
+    unreadable = f"a driver is loaded, but cannot be asked; run `{install_command('train')}`"
+    memory = psutil.virtual_memory()
+    traits = (
+        Trait("machine", socket.gethostname()),
+        Trait("python", f"{'.'.join(map(str, sys.version_info[:3]))}  {sys.executable}"),
+        Trait("packtrain", identity()),
+        _torch(has_gpus=bool(gpus)),
+        Trait("GPUs", "; ".join(models) or "none")
+        if gpus or not _DRIVER.exists()
+        else Trait("GPUs", "unknown", note=unreadable),
+        Trait("driver", _driver()),
+        Trait("cores", counted(usable_cores(), "core")),
+        Trait("memory", f"{show_bytes(memory.total)}, {show_bytes(memory.available)} available"),
+        *_shared_memory(),
+        _disk(),
+        _store(store, create_store),
+    )
+    kinds: dict[str, type[FleetKind]] = {word: kind_class(FLEETS, word) for word in FLEETS}
+    return Here(traits, {word: kind.missing_here() for word, kind in kinds.items()})
+
+
+def _torch(has_gpus: bool) -> Trait:
+    """Return torch's version and CUDA, from its files: importing it takes seconds."""
+    spec = find_spec("torch")
+    if spec is None or spec.origin is None:
+        return Trait("torch", "not installed", f"run `{install_command('train')}`")
+    try:
+        installed = version("torch")
+        built = _CUDA.search(Path(spec.origin).with_name("version.py").read_text("utf-8"))
+    except (PackageNotFoundError, OSError):
+        return Trait("torch", "damaged", f"run `{install_command('train')}` again")
+    note = "install a build of torch with CUDA to use the GPUs" if has_gpus and built is None else ""
+    return Trait("torch", f"{installed}, {f'CUDA {built[1]}' if built else 'no CUDA'}", note=note)
+
+
+def _driver() -> str:
+    """Return the version of NVIDIA's driver, from the kernel: its library may be missing."""
+    try:
+        number = _DRIVER_VERSION.search(_DRIVER.read_text("utf-8"))
+    except OSError:
+        return "none from NVIDIA"
+    return f"NVIDIA {number[1]}" if number else "NVIDIA"
+
+
+def _shared_memory() -> Iterator[Trait]:
+    try:
+        check_shared_memory()
+    except Mistake as mistake:
+        yield Trait("shared", *fault_and_advice(mistake))
+
+
+def _disk() -> Trait:
+    try:
+        cache, state = cache_directory(), state_directory()
+    except Mistake as mistake:
+        fault, _, advice = str(mistake).rpartition("; ")
+        return Trait("disk", fault, advice)
+    free = shutil.disk_usage(cache).free
+    fix = "" if free >= DISK_BYTES else "free some space, or set PACKTRAIN_CACHE to a larger disk"
+    is_temporary = is_scratch(cache) or is_scratch(state)
+    note = "cannot write to the home directory; set HOME, or PACKTRAIN_CACHE and XDG_STATE_HOME" if is_temporary else ""
+    return Trait("disk", f"{show_bytes(free)} free  {cache}", fix, note)
+
+
+def _store(location: str, create: bool) -> Trait:
+    try:
+        store = open_store(location, create=create, outage_seconds=10.0, answer_seconds=5.0)
+        if not create and store.is_directory and not Path(store.url).exists():
+            return Trait("store", f"none yet  {location}", note="`packtrain run` and `packtrain pack` create it")
+        store.folders("runs/")
+        is_atomic = store.supports_put_if_absent()
+    except PacktrainError as error:
+        fault, advice = fault_and_advice(error)
+        return Trait("store", fault, advice or "check its address and your access to it")
+    note = "" if is_atomic else "it has no atomic create; use another store to run on more than one machine"
+    return Trait("store", f"reachable  {store.url}", note=note)
+
+
+# The machines of a fleet.
 
 
 @dataclass(frozen=True)
@@ -49,14 +189,14 @@ def examine(
 ) -> Iterator[Check]:
     """Yield every check as soon as it is known; steps that depend on a failed one are left out."""
     fleet = fleet_of(kind)
-    found = {program: shutil.which(program) for program in fleet.programs}
-    for program, path in found.items():
+    paths = {program: shutil.which(program) for program in fleet.programs}
+    for program, path in paths.items():
         advice = f"install it, or start from a machine that has {program}"
         yield _check("this machine", program, path is not None, path or "not found", advice)
-    if not all(found.values()):
+    if not all(paths.values()):
         yield Check("all machines", "connect", False, "missing prerequisites", "install them first", skipped=True)
         return
-    if fleet.rents:
+    if isinstance(fleet, CloudFleet):
         yield from _examine_rented(fleet, location)
         return
     with ExitStack() as stack:
@@ -74,23 +214,23 @@ def examine(
         # In parallel, because a host that does not answer takes ten seconds; `map` still yields in the job's order.
         pool = stack.enter_context(ThreadPoolExecutor(32))
         look = partial(check_target, store=store.url, key=key, secrets=secrets, needs_torch=needs_torch)
-        for checks, one in pool.map(look, fleet.targets()):
+        for checks, able in pool.map(look, fleet.targets() if isinstance(fleet, HasTargets) else ()):
             yield from checks
-            usable += [one] if one else []
-        count = sum(len(one.machines) for one in usable)
-        if count > 1 and not all(machine.torch for one in usable for machine in one.machines):
+            usable += [able] if able else []
+        machines = [facts for able in usable for facts in able.machines]
+        if len(machines) > 1 and not all(facts.torch for facts in machines):
             detail, advice = "needs torch on every machine", "install torch there to measure the links"
             yield Check("all machines", "link probe", False, detail, advice, skipped=True)
-        elif count > 1:
-            options = ["--store", store.url, "--key", f"{key}-link", "--world", str(count)]
+        elif len(machines) > 1:
+            options = ["--store", store.url, "--key", f"{key}-link", "--world", str(len(machines))]
             options += ["--public-address"] if public_address else []
             yield _link_probe(usable, options, secrets)
         elif kind.machines.most > 1:
-            detail = f"only {count} of {kind.machines} machines can take part"
+            detail = f"only {len(machines)} of {kind.machines} machines can take part"
             yield Check("all machines", "link probe", False, detail, "fix the machines above", skipped=True)
 
 
-def _examine_rented(fleet: Fleet, location: str) -> Iterator[Check]:
+def _examine_rented(fleet: CloudFleet, location: str) -> Iterator[Check]:
     """Check what can be checked from here: these machines exist only while a run rents them."""
 
     def reach() -> tuple[Store, bool]:
@@ -126,35 +266,35 @@ def check_target(
         return [Check(name, "connect", True, "ok"), Check(name, "python", False, error.fault, advice)], None
     checks = [Check(name, "connect", True, f"answered in {show_seconds(time.monotonic() - began)}")]
     if python is None:
-        detail, rest = f"packtrain {identity()} is not installed", "requires packtrain on the machine"
+        detail, reason = f"packtrain {identity()} is not installed", "requires packtrain on the machine"
         install = f"run doctor again after the first run, or install packtrain {identity()} there from its source"
         checks.append(Check(name, "python", False, detail, "the first run creates an environment", skipped=True))
-        return [*checks, Check(name, "disk, clock, store", False, rest, install, skipped=True)], None
+        return [*checks, Check(name, "disk, clock, store", False, reason, install, skipped=True)], None
     command = verb_command(python, "check", ["--store", store, "--key", key])
     # The machine's clock is read between these two moments: that bounds how far it may be off.
-    asked = time.time()
+    before = time.time()
     try:
         machines = [Facts(**answer) for answer in documents(target.run(command, secrets, _FACTS_SECONDS))]
     except (PacktrainError, OSError, subprocess.SubprocessError, TypeError) as error:
         advice = f"run `{python} -m packtrain --version` there"
         return [*checks, Check(name, "python", False, str(error), advice)], None
-    answered = time.time()
+    after = time.time()
     for facts in machines:
-        own = name if len(machines) == 1 else facts.hostname
-        checks += judge(own, facts, clock_offset(facts.time, asked, answered), store, needs_torch)
+        machine = name if len(machines) == 1 else facts.hostname
+        checks += judge(machine, facts, clock_offset(facts.time, before, after), store, needs_torch)
     # Even with another version of Packtrain: the links are worth measuring before that is fixed.
     able = [facts for facts in machines if not facts.store_error and (facts.torch or not needs_torch)]
     return checks, Usable(target, python, able) if able else None
 
 
-def clock_offset(theirs: float, asked: float, answered: float) -> float:
+def clock_offset(theirs: float, before: float, after: float) -> float:
     """Return how far a machine's clock is off, not counting the time that the question itself took."""
-    return theirs - answered if theirs > answered else min(0.0, theirs - asked)
+    return theirs - after if theirs > after else min(0.0, theirs - before)
 
 
 def judge(name: str, facts: Facts, offset_seconds: float, store: str, needs_torch: bool = True) -> list[Check]:
     """Turn a machine's facts into checks."""
-    version = f"{facts.version}, packtrain {facts.identity}" + ("" if facts.torch else ", no torch")
+    versions = f"{facts.version}, packtrain {facts.identity}" + ("" if facts.torch else ", no torch")
     install = (
         f"install packtrain {identity()} there from its source ({facts.python})"
         if facts.identity != identity()
@@ -166,7 +306,7 @@ def judge(name: str, facts: Facts, offset_seconds: float, store: str, needs_torc
     sync = "start chrony or systemd-timesyncd there; buckets reject requests with a wrong time"
     fits = facts.identity == identity() and (facts.torch or not needs_torch)
     checks = [
-        _check(name, "python", fits, version, install),
+        _check(name, "python", fits, versions, install),
         _check(name, "disk", facts.free_bytes >= DISK_BYTES, f"{show_bytes(facts.free_bytes)} free", "free some space"),
         _check(name, "clock", off <= CLOCK_SECONDS, clock, sync),
         _check(name, "store", not facts.store_error, facts.store_error or "reachable", store_advice(store)),
@@ -189,10 +329,10 @@ def measure_links(usable: Sequence[Usable], options: Sequence[str], secrets: dic
     """Measure an all-reduce between all machines that can take part."""
 
     def join(rank: int) -> str:
-        one = usable[rank]
-        own = one.target.link_options(rank, one.machines[0])
-        command = verb_command(one.python, "link-probe", ["--", *options, "--backend", link_backend(usable), *own])
-        return one.target.run(command, secrets, _LINK_PROBE_SECONDS)
+        able = usable[rank]
+        differing = able.target.link_options(rank, able.machines[0])
+        words = ["--", *options, "--backend", link_backend(usable), *differing]
+        return able.target.run(verb_command(able.python, "link-probe", words), secrets, _LINK_PROBE_SECONDS)
 
     with ThreadPoolExecutor(len(usable)) as pool:  # a thread for each: all must run at the same time to meet
         answers = list(pool.map(join, range(len(usable))))
@@ -200,11 +340,11 @@ def measure_links(usable: Sequence[Usable], options: Sequence[str], secrets: dic
 
 
 def link_backend(usable: Sequence[Usable]) -> str:
-    return "nccl" if all(machine.gpus for one in usable for machine in one.machines) else "gloo"
+    return "nccl" if all(facts.gpus for able in usable for facts in able.machines) else "gloo"
 
 
 def _link_probe(usable: Sequence[Usable], options: Sequence[str], secrets: dict[str, str]) -> Check:
-    names = f"{sum(len(one.machines) for one in usable)} machines"
+    names = f"{sum(len(able.machines) for able in usable)} machines"
     try:
         speed = measure_links(usable, options, secrets)
     except (PacktrainError, OSError, subprocess.SubprocessError) as error:
@@ -219,12 +359,12 @@ def _link_probe(usable: Sequence[Usable], options: Sequence[str], secrets: dict[
 
 def documents(text: str) -> list[dict[str, Any]]:
     """Return the JSON objects among the lines; the host may print a greeting around them."""
-    found = []
+    objects = []
     for line in text.splitlines():
         with suppress(ValueError):
             document = json.loads(line)
             if isinstance(document, dict):
-                found.append(document)
-    if not found:
+                objects.append(document)
+    if not objects:
         raise Mistake(f"unexpected answer: {text[-200:]!r}")
-    return found
+    return objects

@@ -12,7 +12,8 @@ from datetime import UTC, datetime
 from pydantic import ValidationError
 
 from packtrain.errors import FieldMistake, Mistake, PacktrainError, nearest
-from packtrain.fleet.cloud import CloudFleet, Provider, Resource, label_of, remove
+from packtrain.fleet import fleet_of
+from packtrain.fleet.cloud import CloudBuilder, CloudFleet, Provider, Resource, label_of, remove
 from packtrain.fleet.fleet import Say, silent
 from packtrain.job.job import FleetSettings
 from packtrain.job.kinds import FLEETS, FleetKind, kind_class, word_of
@@ -36,16 +37,12 @@ AcceptFleets = Callable[[Sequence[FleetKind]], None]
 
 def launched_fleets(run: Run) -> list[FleetKind]:
     """Return the fleets that clients have started the run on, or were about to, each once and the newest first."""
-    sections = [launch.fleet for launch in reversed(run.launches())]
-    kinds = [_fleet(run, section).kind for section in sections] or [run.job.fleet.kind]
-    return [kind for place, kind in enumerate(kinds) if kind not in kinds[:place]]
-
-
-def _fleet(run: Run, section: object) -> FleetSettings:
     try:
-        return FleetSettings.model_validate(section)
+        fleets = [FleetSettings.model_validate(launch.fleet) for launch in reversed(run.launches())]
     except ValidationError as error:
         raise damaged(f"a launch of run {run.name} in {run.store.url}", error) from error
+    kinds = [fleet.kind for fleet in fleets or [run.job.fleet]]
+    return [kind for place, kind in enumerate(kinds) if kind not in kinds[:place]]
 
 
 def take_down(run: Run, accept: AcceptFleets, say: Say = silent) -> list[str]:
@@ -54,7 +51,7 @@ def take_down(run: Run, accept: AcceptFleets, say: Say = silent) -> list[str]:
         kinds = launched_fleets(run)
     except DamagedRecord as error:
         raise DamagedRecord(f"{error}; `packtrain down --all` finds machines without it") from error
-    unknown = [kind for kind in kinds if not kind.build().trains_here and not trusts_fleet(run, kind)]
+    unknown = [kind for kind in kinds if not fleet_of(kind).trains_here and not trusts_fleet(run, kind)]
     if unknown:
         accept(unknown)
     try:
@@ -67,13 +64,13 @@ def take_down(run: Run, accept: AcceptFleets, say: Say = silent) -> list[str]:
     faults: list[PacktrainError] = []
     for kind in kinds:
         try:
-            ended += kind.build().down(run, say)
+            ended += fleet_of(kind).down(run, say)
         except PacktrainError as error:  # the other fleets cost money, too
             faults.append(error)
-    more = f" and {len(ended) - _NAMED} more" if len(ended) > _NAMED else ""
+    others = f" and {len(ended) - _NAMED} more" if len(ended) > _NAMED else ""
     with suppress(StoreError):
         if ended:
-            run.record_event("machine", f"{this_client()} ended: {', '.join(ended[:_NAMED])}{more}")
+            run.record_event("machine", f"{this_client()} ended: {', '.join(ended[:_NAMED])}{others}")
     if faults:
         raise faults[0] if len(faults) == 1 else PacktrainError("; ".join(map(str, faults)))
     _wait_for_result(run)
@@ -102,7 +99,7 @@ def check_has_no_machines(run: Run, force: bool = False) -> None:
     if state == "waiting" and launches and time.time() - launches[-1].time < _START_SECONDS:
         raise Mistake(f"{run.name} is starting; stop it first: {stop}")
     for kind in () if force else launched_fleets(run):
-        fleet, word, down = kind.build(), word_of(FLEETS, kind), f"`{run.command('down')}`"
+        fleet, word, down = fleet_of(kind), word_of(FLEETS, kind), f"`{run.command('down')}`"
         if fleet.trains_here:  # leases say everything about nodes of this kind
             continue
         if state in ("waiting", "interrupted"):
@@ -113,11 +110,12 @@ def check_has_no_machines(run: Run, force: bool = False) -> None:
             if not trusts_fleet(run, kind):
                 raise Mistake(f"{run.name} was not started on {word} from here, and may still rent machines; {advice}")
             try:
-                left = [resource.title for resource in fleet.provider().resources(label_of(run))]
+                resources = fleet.provider().resources(label_of(run))
             except PacktrainError as error:
                 raise Mistake(f"{run.name} may still rent machines ({error}); {advice}") from None
-            if left:
-                raise Mistake(f"{run.name} still has {', '.join(left[:_SHOWN])}; delete it first: {down}")
+            if resources:
+                titles = ", ".join(resource.title for resource in resources[:_SHOWN])
+                raise Mistake(f"{run.name} still has {titles}; delete it first: {down}")
 
 
 # All runs.
@@ -129,45 +127,46 @@ class Inventory:
     without an answer, each with the reason. `failed`: one of them may have machines.
     """
 
-    found: Sequence[tuple[Provider, Sequence[Resource]]]
+    providers: Sequence[tuple[Provider, Sequence[Resource]]]
     answered: Sequence[str]
     unanswered: Sequence[tuple[str, str]]
     failed: bool
 
     @property
     def resources(self) -> list[Resource]:
-        return [resource for _, resources in self.found for resource in resources]
+        return [resource for _, resources in self.providers for resource in resources]
 
     def expired(self) -> Inventory:
         """Return what has outlived the budget of its run."""
-        now = datetime.now(UTC)
-        some = [(provider, [one for one in all_ if one.has_expired(now)]) for provider, all_ in self.found]
-        return replace(self, found=[(provider, resources) for provider, resources in some if resources])
+        today = datetime.now(UTC)
+        expired = [
+            (provider, [resource for resource in resources if resource.has_expired(today)])
+            for provider, resources in self.providers
+        ]
+        return replace(self, providers=[(provider, resources) for provider, resources in expired if resources])
 
 
 def take_inventory(fleets: Sequence[str]) -> Inventory:
     """Ask the fleets, such as `aws:us-east-1,eu-west-1` or `ibm`, or else every kind that can be asked from here."""
-    asked: list[tuple[str, Provider]] = []
+    providers: list[tuple[str, Provider]] = []
     unanswered: list[tuple[str, str]] = []
     for fleet in fleets or FLEETS:
         word, _, places = fleet.partition(":")
         if word not in FLEETS:
             raise Mistake(f"--fleet {fleet}: no such fleet; {nearest(word, FLEETS)}")
+        kind = kind_class(FLEETS, word)
+        if not issubclass(kind, CloudBuilder):
+            if fleets:
+                raise Mistake(f"--fleet {fleet}: {word} rents no machines; use `packtrain down RUN`")
+            continue
         try:
-            providers = kind_class(FLEETS, word).providers(tuple(filter(None, places.split(","))))
+            providers += [(word, provider) for provider in kind.providers(tuple(filter(None, places.split(","))))]
         except Mistake as mistake:
             if fleets:
                 fault = mistake.fault if isinstance(mistake, FieldMistake) else mistake
                 raise Mistake(f"--fleet {fleet}: {fault}") from None
             unanswered.append((word, str(mistake)))
-            continue
-        if fleets and not providers:
-            raise Mistake(f"--fleet {fleet}: {word} rents no machines; use `packtrain down RUN`")
-        asked += [(word, provider) for provider in providers]
-    return _ask(asked, unanswered, named=bool(fleets))
 
-
-def _ask(asked: Sequence[tuple[str, Provider]], unanswered: list[tuple[str, str]], named: bool) -> Inventory:
     def ask(provider: Provider) -> list[Resource] | PacktrainError:
         try:
             return provider.resources(None)
@@ -175,34 +174,35 @@ def _ask(asked: Sequence[tuple[str, Provider]], unanswered: list[tuple[str, str]
             return error
 
     with ThreadPoolExecutor(_PROVIDERS) as threads:
-        answers = list(threads.map(ask, [provider for _, provider in asked]))
-    found, answered, failed = [], [], False
-    for (word, provider), answer in zip(asked, answers, strict=True):
+        answers = list(threads.map(ask, [provider for _, provider in providers]))
+    owning, answered, failed = [], [], False
+    for (word, provider), answer in zip(providers, answers, strict=True):
         place = f"{word} {provider.place}"
         if isinstance(answer, PacktrainError):
             # Who has no credentials has no machines there, unless the place was named.
-            failed = failed or named or not isinstance(answer, Mistake)
+            failed = failed or bool(fleets) or not isinstance(answer, Mistake)
             unanswered.append((place, str(answer)))
             continue
         answered.append(place)
         if answer:
-            found.append((provider, answer))
-    return Inventory(found, answered, unanswered, failed)
+            owning.append((provider, answer))
+    return Inventory(owning, answered, unanswered, failed)
 
 
 def remove_found(inventory: Inventory, say: Say = silent) -> list[Resource]:
-    """Delete what was found, and what the same runs have created since; return what that was."""
+    """Delete what an inventory lists, and what the same runs have created since; return what that was."""
 
-    def remove_at(one: tuple[Provider, Sequence[Resource]]) -> list[Resource] | PacktrainError:
-        provider, resources = one
+    def remove_at(provider: Provider, resources: Sequence[Resource]) -> list[Resource] | PacktrainError:
         labels = {resource.label for resource in resources}
         try:
-            return remove(lambda: [left for left in provider.resources(None) if left.label in labels], provider, say)
+            return remove(
+                lambda: [resource for resource in provider.resources(None) if resource.label in labels], provider, say
+            )
         except PacktrainError as error:
             return error
 
     with ThreadPoolExecutor(_PROVIDERS) as threads:
-        answers = list(threads.map(remove_at, inventory.found))
+        answers = list(threads.map(lambda entry: remove_at(*entry), inventory.providers))
     faults = [answer for answer in answers if isinstance(answer, PacktrainError)]
     if faults:
         raise PacktrainError("; ".join(map(str, faults)))

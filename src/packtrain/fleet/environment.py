@@ -16,6 +16,7 @@ from typing import IO
 
 from packtrain.errors import EXIT_MISTAKE, Mistake
 from packtrain.fleet.bundle import SUMS, BundleFile
+from packtrain.fleet.host import MODULE
 from packtrain.fleet.remote import Remote, Unreachable
 from packtrain.fleet.wheels import INSTALL, LOCK, NO_INDEX, TOOLS, constraints, digests, own_wheel
 from packtrain.identity import identity, source
@@ -50,16 +51,19 @@ python=$1; case $python in "~/"*) python=$HOME/${python#"~/"};; esac
 echo "$python"; exec "$python" -P -m packtrain.identity
 """
 
-# $1...: candidates. Any version is accepted: nodes of an older client must be found and ended, too. Without Packtrain
-# and without a node, the client was stopped before it installed it: nothing is there to list or end.
+# $1...: candidates. Prints the Python, and its module that ends nodes. Any version is accepted, also with the name that
+# the module had in older ones: nodes of an older client must be found and ended, too. Without Packtrain and without a
+# node, the client was stopped before it installed it: nothing is there to list or end.
 _FIND_ANY = f"""
 {_ADD_FROM_PATH}
 for python in "$@" "{_CACHE}"/*/bin/python; do
   case $python in "~/"*) python=$HOME/${{python#"~/"}};; esac
-  "$python" -P -c 'from packtrain.fleet.local import find_processes' 2>/dev/null && {{ echo "$python"; exit 0; }}
+  for module in {MODULE} packtrain.fleet.local; do
+    "$python" -P -c "from $module import find_processes" 2>/dev/null && {{ echo "$python"; echo "$module"; exit 0; }}
+  done
 done
 for process in /proc/[0-9]*/cmdline; do tr '\\0' ' ' < "$process"; echo; done 2>/dev/null |
-  grep -q 'packtrain.* nod[e] ' || {{ echo none; exit 0; }}
+  grep -q 'packtrain.* nod[e] ' || {{ echo none; echo none; exit 0; }}
 echo 'a node runs there, but packtrain is not installed; was its environment removed?' >&2; exit 1
 """
 
@@ -133,8 +137,8 @@ echo "$made/bin/python"
 def find(remote: Remote, python: str | None) -> str | None:
     """Return the host's Python with this Packtrain; None if an environment has to be created."""
     if python is None:  # use any that fits; this machine's own path is one of the candidates
-        [found] = remote.script(FIND, [identity(), sys.executable])
-        return None if found == "none" else found
+        [path] = remote.script(FIND, [identity(), sys.executable])
+        return None if path == "none" else path
     path, theirs = remote.script(_IDENTIFY, [python], lines=2)
     if theirs != identity():
         fault = f"{python} has packtrain {theirs}, this machine has {identity()}; install the same version there"
@@ -142,10 +146,13 @@ def find(remote: Remote, python: str | None) -> str | None:
     return path
 
 
-def find_any(remote: Remote, python: str | None) -> str | None:
-    """Return a Python of the host with any version of Packtrain, to list and end nodes; None if it has neither."""
-    [found] = remote.script(_FIND_ANY, [python or sys.executable])
-    return None if found == "none" else found
+def find_any(remote: Remote, python: str | None) -> tuple[str, str] | None:
+    """Return a Python of the host with any version of Packtrain, and its module that lists and ends nodes.
+
+    None if the host has neither Packtrain nor a node.
+    """
+    path, module = remote.script(_FIND_ANY, [python or sys.executable], lines=2)
+    return None if path == "none" else (path, module)
 
 
 def create(remote: Remote, bundle: Path | None) -> str:
@@ -165,9 +172,9 @@ def create_commands(bundle: Path, launcher: str) -> str:
     `launcher` runs a command on every machine; all of them see the bundle under the same path.
     """
     words = shlex.join([identity(), "offline", str(bundle.absolute())])
-    known = f'python="{_CACHE}/{identity()}/bin/python"'
-    return f"""{known}
-create={shlex.quote(f'{known}; [ -x "$python" ] || {{ {_CREATE} }}')}
+    assignment = f'python="{_CACHE}/{identity()}/bin/python"'
+    return f"""{assignment}
+create={shlex.quote(f'{assignment}; [ -x "$python" ] || {{ {_CREATE} }}')}
 {launcher} sh -c "$create" create {words} || exit {EXIT_MISTAKE}"""
 
 

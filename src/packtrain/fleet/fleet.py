@@ -1,26 +1,25 @@
-"""The interface of fleets. A fleet only starts `packtrain node RUN` on machines, lists the nodes and ends them."""
+"""The interface of fleets. A fleet only starts `packtrain node RUN` on machines, lists the nodes and ends them.
+
+What only some fleets can do is a class of its own (`HasShell`, `HasQueue` and so on), which callers ask for with
+`isinstance`.
+"""
 
 from __future__ import annotations
 
-import builtins
 import os
 import re
 import shlex
 import shutil
-import subprocess
 from abc import ABC, abstractmethod
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import suppress
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from importlib.util import find_spec
-from pathlib import Path
 from typing import Annotated, Any, TypeVar
 
 from packtrain.backoff import Backoff
-from packtrain.errors import EXIT_ALREADY_JOINED, EXIT_DONE, EXIT_STOPPED, Mistake, PacktrainError
-from packtrain.fleet.facts import Facts
-from packtrain.fleet.remote import last_line
+from packtrain.errors import PacktrainError
+from packtrain.fleet.host import Facts, StartedNode
 from packtrain.identity import install_command
 from packtrain.job import Job
 from packtrain.job.kinds import FleetKind
@@ -31,10 +30,7 @@ from packtrain.store import Store
 from packtrain.store.aws_keys import KEY_VARIABLES, SdkKeys, named_profile, needs_sdk, sdk_keys
 from packtrain.units import counted
 
-GOOD_ENDS = (EXIT_DONE, EXIT_STOPPED, EXIT_ALREADY_JOINED)  # after these a node removes its log
-JOINED = "has joined"  # in the log of a node that takes part
 _DOWN_SECONDS = 120.0  # to wait for the end of nodes that commit first
-JOIN_SECONDS = 30.0  # to wait for that: a busy machine takes its time to start Python
 
 Answer = TypeVar("Answer")
 Say = Callable[[str], None]
@@ -76,29 +72,6 @@ class LaunchPlan:
 
 
 @dataclass(frozen=True)
-class StartedNode:
-    """A node that this client can watch: the process itself, or the connection that holds it."""
-
-    process: subprocess.Popen[bytes]
-    log: Path
-
-    def exit_code(self) -> int | None:
-        """Return the exit code; None while the process runs."""
-        return self.process.poll()
-
-    def has_joined(self) -> bool:
-        """True once it has joined its run, or another node is there in its place. Raises if it ended before."""
-        code, text = self.exit_code(), ""  # before the log is read, so that it is complete
-        with suppress(FileNotFoundError):
-            text = self.log.read_text("utf-8", "replace")
-        if JOINED in text or code in GOOD_ENDS:
-            return True
-        if code is None:
-            return False
-        raise PacktrainError(f"the node exited on start: {last_line(text) or f'exit code {code}'}")
-
-
-@dataclass(frozen=True)
 class Machine:
     """The state of a run on one machine, in the words of its fleet. `is_over`: no node will run there again."""
 
@@ -127,13 +100,18 @@ class Check:
 def tried(
     machine: str, step: str, ask: Callable[[], Answer], tell: Callable[[Any], str]
 ) -> tuple[Check, Answer | None]:
-    """Return a check of what may be refused, and the answer. The second part of an error is what to do about it."""
+    """Return a check of what may be refused, and the answer."""
     try:
         answer = ask()
         return Check(machine, step, True, tell(answer)), answer
     except PacktrainError as error:
-        fault, _, advice = str(error).partition("; ")
-        return Check(machine, step, False, fault, advice), None
+        return Check(machine, step, False, *fault_and_advice(error)), None
+
+
+def fault_and_advice(error: PacktrainError) -> tuple[str, str]:
+    """Return what is wrong, and what to do about it, which errors have after a semicolon."""
+    fault, _, advice = str(error).partition("; ")
+    return fault, advice
 
 
 class Target(ABC):
@@ -159,77 +137,113 @@ class Target(ABC):
 class Fleet(ABC):
     programs: tuple[str, ...] = ()  # that this machine needs to start its nodes
     trains_here = False  # True if this machine is one of the fleet's, and so needs torch
-    rents = False  # True if somebody pays for its machines until they are deleted
     no_foreground: str | None = None  # why its nodes cannot be tied to a command, if they cannot
-    formats: tuple[str, ...] = ()  # of manifests with which another program can start its nodes
 
     def check(self, job: Job, store: Store, say: Say = silent) -> None:  # noqa: B027
         """Refuse what could not be started. Called before anything slow; `start` checks again."""
 
     @abstractmethod
-    def plan(self, run: Run) -> builtins.list[LaunchPlan]:
+    def plan(self, run: Run) -> list[LaunchPlan]:
         """Return what `start` would do for this run, without asking any machine."""
 
-    def manifests(self, run: Run, form: str) -> str:
-        """Return what another program needs to start the run's nodes, in one of the fleet's `formats`."""
-        raise NotImplementedError
-
     @abstractmethod
-    def start(self, run: Run, plans: Sequence[LaunchPlan], tied: bool, say: Say = silent) -> builtins.list[StartedNode]:
+    def start(self, run: Run, plans: Sequence[LaunchPlan], tied: bool, say: Say = silent) -> list[StartedNode]:
         """Start the nodes as planned. Tied nodes end with this process; others keep running without it.
 
         Returns the nodes that this client can watch; the state of all of them is in the store.
         """
 
     @abstractmethod
-    def list(self, run: Run) -> builtins.list[Machine]:
+    def machines(self, run: Run) -> list[Machine]:
         """Return the state of the run on its machines now."""
 
     @abstractmethod
     def end(self, run: Run) -> None:
         """End the run's nodes on all machines; workers may commit first. Does nothing if none is left."""
 
-    def down(self, run: Run, say: Say = silent) -> builtins.list[str]:
+    def down(self, run: Run, say: Say = silent) -> list[str]:
         """End the run's machines and return their names; when this returns, none of them is left."""
-        names = [machine.name for machine in self.list(run) if not machine.is_over]
+        names = [machine.name for machine in self.machines(run) if not machine.is_over]
         for name, count in Counter(names).items():
             say(f"ending {counted(count, 'node')} on {name}")
         self.end(run)
         backoff = Backoff(0.2, 5.0, limit_seconds=_DOWN_SECONDS)
-        while left := [machine for machine in self.list(run) if not machine.is_over]:
+        while remaining := [machine for machine in self.machines(run) if not machine.is_over]:
             if not backoff.wait():
-                raise PacktrainError(f"still there: {states_of(left)}; run `{run.command('down')}` again")
+                raise PacktrainError(f"still there: {states_of(remaining)}; run `{run.command('down')}` again")
         return names
 
-    def release(self, run: Run, say: Say = silent) -> None:  # noqa: B027
-        """Give back machines that cost money although the run has ended; called by the client that sees its end."""
 
-    def cancel_queued(self, run: Run) -> None:  # noqa: B027
-        """Cancel what waits in a queue for a stopped run, for fleets that have a queue."""
-
-    def queue(self, run: Run) -> str | None:  # noqa: ARG002
-        """Return the run's state in the fleet's queue; None if it has none, or none that can be asked from here."""
-        return None
-
-    def notices(self) -> Sequence[NoticeSource]:
-        """Return sources of preemption notices for a node on one of its machines."""
-        return ()
-
-    def shell(self, run: Run, machine: str | None) -> tuple[str, ...]:
-        """Return the command that opens a terminal on a machine of the run."""
-        raise Mistake(f"{run.name}: cannot open a shell on its machines from here ({machine or 'any'})")
-
-    def snapshot(self, run: Run, machine: str | None, pack: str | None) -> tuple[str, bool]:  # noqa: ARG002
-        """Return a snapshot of the data disk of a machine, and True if it is new: a pack is kept only once."""
-        raise Mistake(f"{run.name}: its fleet has no volumes to take a snapshot of; the aws fleet has")
+class FleetBuilder(FleetKind):
+    """The settings of a fleet, which it is built from."""
 
     @abstractmethod
-    def targets(self) -> builtins.list[Target]:
-        """Return the machines for `doctor` to check; none for machines that do not exist before a run."""
+    def build(self) -> Fleet: ...
 
-    def checks(self, store: Store | None) -> Iterator[Check]:  # noqa: ARG002
-        """Check what a start would need, without starting anything. `store` is None if it cannot be reached."""
-        yield from ()
+
+# What only some fleets can do.
+
+
+class HasTargets(ABC):
+    """Its machines are there before a run, for `doctor` and `plan` to try things on."""
+
+    @abstractmethod
+    def targets(self) -> list[Target]: ...
+
+
+class HasShell(ABC):
+    @abstractmethod
+    def shell(self, run: Run, machine: str | None) -> tuple[str, ...]:
+        """Return the command that opens a terminal on a machine of the run."""
+
+
+class HasQueue(ABC):
+    @abstractmethod
+    def queue(self, run: Run) -> str | None:
+        """Return the run's state in the fleet's queue; None if it has none, or none that can be asked from here."""
+
+
+class CancelsQueued(ABC):
+    @abstractmethod
+    def cancel_queued(self, run: Run) -> None:
+        """Cancel what waits in the queue for a stopped run."""
+
+
+class HasNotices(ABC):
+    @abstractmethod
+    def notices(self) -> Sequence[NoticeSource]:
+        """Return sources of preemption notices for a node on one of its machines."""
+
+
+@dataclass(frozen=True)
+class Snapshot:
+    """A snapshot of a data disk, which later jobs name in `field`. `is_new`: it is made now; a pack is kept once."""
+
+    name: str
+    is_new: bool
+    field: str
+
+
+class HasVolumes(ABC):
+    @abstractmethod
+    def snapshot(self, run: Run, machine: str | None, pack: str | None) -> Snapshot:
+        """Return a snapshot of the data disk of a machine of the run, or of any."""
+
+
+class HasManifests(ABC):
+    """Another program can start its nodes, by a manifest in one of the `formats`."""
+
+    formats: tuple[str, ...]
+
+    @abstractmethod
+    def manifests(self, run: Run, form: str) -> str:
+        """Return what that program needs to start the run's nodes."""
+
+
+class Releases(ABC):
+    @abstractmethod
+    def release(self, run: Run, say: Say = silent) -> None:
+        """Give back machines that cost money although the run has ended; called by the client that sees its end."""
 
 
 def missing_programs(**packages: str) -> dict[str, str]:
@@ -247,11 +261,15 @@ def node_arguments(run: Run, python: str, kind: FleetKind, interface: str | None
     where = () if interface is None else ("--interface", interface)
     # The job says so too, but a machine that cannot reach the store cannot read the job, and must still shut down.
     off = ("--power-off",) if kind.power_off else ()
-    which = () if run.store.identity is None else ("--store-id", run.store.identity)
     # The code that this client has put or checked: the store may have other code by the time the node reads it.
-    words = ("node", run.name, "--store", run.store.url, *which, "--code", run.code_digest)
+    words = ("node", run.name, *store_arguments(run), "--code", run.code_digest)
     # -P: without it, Python would import from the current directory first. Every Python that we start has it, or -I.
     return (python, "-P", "-m", "packtrain", *words, *where, *off)
+
+
+def store_arguments(run: Run) -> tuple[str, ...]:
+    """Return how a command on another machine finds the run's store, and refuses another one at the same place."""
+    return ("--store", run.store.url, *(() if run.store.identity is None else ("--store-id", run.store.identity)))
 
 
 def passed_variables(environment: Sequence[str], store: str) -> tuple[str, ...]:
@@ -274,8 +292,9 @@ def values_of(variables: Sequence[str]) -> dict[str, str]:
     if {"AWS_REGION", KEY_VARIABLES[0]} & {*variables} and (sdk := _sdk_for(variables)) is not None:
         values = {"AWS_REGION": sdk.region, "AWS_ENDPOINT_URL_S3": sdk.endpoint}
         if KEY_VARIABLES[0] in variables:
-            found = sdk.now()
-            keys = dict(zip(KEY_VARIABLES, (found.access_key, found.secret_key, found.session_token), strict=True))
+            current = sdk.now()
+            triple = (current.access_key, current.secret_key, current.session_token)
+            keys = dict(zip(KEY_VARIABLES, triple, strict=True))
     # The environment has no whole pair of keys then; a token that is left in it belongs to other keys.
     values |= {name: os.environ[name] for name in variables if name in os.environ}
     values |= keys

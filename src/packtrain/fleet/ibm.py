@@ -14,7 +14,6 @@ names of the variables that have the user and the key.
 from __future__ import annotations
 
 import base64
-import builtins
 import json
 import os
 import re
@@ -32,15 +31,16 @@ from pydantic_core import InitErrorDetails
 
 from packtrain.backoff import Backoff
 from packtrain.errors import FieldMistake, Mistake, PacktrainError
-from packtrain.fleet.cloud import CloudFleet, Provider, StillInUse, label_of, tags_of, wait_until_left
+from packtrain.fleet.cloud import CloudBuilder, CloudFleet, Provider, StillInUse, label_of, tags_of, wait_until_left
 from packtrain.fleet.fleet import (
     Check,
-    Fleet,
+    HasQueue,
+    HasShell,
     LaunchPlan,
     Machine,
     Python,
+    Releases,
     Say,
-    Target,
     Word,
     missing_package,
     missing_programs,
@@ -55,7 +55,6 @@ from packtrain.fleet.prices import list_price
 from packtrain.fleet.remote import Remote, Unreachable
 from packtrain.fleet.ssh import SshFleet, SshSettings, in_parallel
 from packtrain.job import Job
-from packtrain.job.kinds import FleetKind
 from packtrain.job.part import (
     Boolean,
     Location,
@@ -148,7 +147,7 @@ ScriptAddress = Annotated[str, matching(r"https://[^\s\x00-\x1f\x7f]+", "an addr
 MountPoint = Annotated[str, matching(r"(/[A-Za-z0-9._-]+)+", "an absolute path")]
 
 
-class IbmSettings(FleetKind):
+class IbmSettings(CloudBuilder):
     """Virtual servers of IBM Cloud. `disks` begins with the one they boot from; the second is mounted at `mount`.
 
     `keys` are labels of ssh keys in the account; `provision` is how long IBM may take; with `keep`, the servers stay
@@ -219,7 +218,7 @@ class IbmSettings(FleetKind):
         if self.transient and self.flavor is not None and self.flavor.startswith(_GPU_FLAVORS):
             yield ("transient",), "servers have no GPUs: IBM sells no AC1 or AC2 flavor as transient"
 
-    def build(self) -> Fleet:
+    def build(self) -> IbmFleet:
         return IbmFleet(self)
 
     @classmethod
@@ -242,7 +241,7 @@ class IbmSettings(FleetKind):
         return [account]
 
 
-class IbmFleet(CloudFleet):
+class IbmFleet(CloudFleet, HasQueue, HasShell, Releases):
     programs = ("ssh",)
 
     def __init__(self, settings: IbmSettings) -> None:
@@ -251,7 +250,7 @@ class IbmFleet(CloudFleet):
     def provider(self) -> IbmAccount:
         return IbmAccount()
 
-    def plan(self, run: Run) -> builtins.list[LaunchPlan]:
+    def plan(self, run: Run) -> list[LaunchPlan]:
         """Return the order of each server as slcli takes it, and the command that starts the node there."""
         names = passed_variables((*run.job.environment, *(self._settings.cancel_with or ())), run.store.url)
         hosts = [f"{label_of(run)}-{number}" for number in range(1, self._settings.machines.most + 1)]
@@ -364,7 +363,7 @@ class IbmFleet(CloudFleet):
                 say(f"{error}; continuing with {len(there)} of {settings.machines.most} servers")
                 return
 
-    def _until_ready(self, run: Run, account: IbmAccount, say: Say) -> builtins.list[Server]:
+    def _until_ready(self, run: Run, account: IbmAccount, say: Say) -> list[Server]:
         """Return the servers when IBM has provisioned them; after the limit those that it has, if they are enough."""
         machines, said, switched = self._settings.machines, dict[str, str](), set[int]()
         backoff = Backoff(0.5, 15.0, limit_seconds=self._settings.provision.value)
@@ -395,7 +394,7 @@ class IbmFleet(CloudFleet):
                 account.cancel(one.id)
         return ready
 
-    def _only_one_of_each(self, servers: Sequence[Server], account: IbmAccount) -> builtins.list[Server]:
+    def _only_one_of_each(self, servers: Sequence[Server], account: IbmAccount) -> list[Server]:
         """Cancel servers that are too many: the run had more before, or two clients ordered the same one.
 
         IBM's orders have no tokens that would prevent the latter. The older one stays, for both clients.
@@ -413,7 +412,7 @@ class IbmFleet(CloudFleet):
                 continue  # the next look tries again
         return list(kept.values())
 
-    def _prepared(self, run: Run, servers: Sequence[Server], say: Say) -> builtins.list[Server]:
+    def _prepared(self, run: Run, servers: Sequence[Server], say: Say) -> list[Server]:
         """Return the servers that ssh gets into, with their second disk mounted and, if they have a GPU, its driver."""
         settings = self._settings
         mount = settings.mount if len(settings.disks) > 1 else "-"
@@ -478,11 +477,11 @@ class IbmFleet(CloudFleet):
         )
         return SshFleet(reached, lambda host: self._remote(run, known[host]))
 
-    def list(self, run: Run) -> builtins.list[Machine]:
+    def machines(self, run: Run) -> list[Machine]:
         servers = self.provider().servers(label_of(run))
         ready = [one for one in servers if one.is_ready]
         others = [one.machine for one in servers if not one.is_ready]
-        return [*(self._over_ssh(run, ready).list(run) if ready else []), *others]
+        return [*(self._over_ssh(run, ready).machines(run) if ready else []), *others]
 
     def queue(self, run: Run) -> str | None:
         try:
@@ -490,7 +489,7 @@ class IbmFleet(CloudFleet):
         except PacktrainError:
             return None  # no credentials here, or no answer; the store still has one
 
-    def down(self, run: Run, say: Say = silent) -> builtins.list[str]:
+    def down(self, run: Run, say: Say = silent) -> list[str]:
         ended = super().down(run, say)
         known_hosts(run).unlink(missing_ok=True)
         return ended
@@ -510,9 +509,6 @@ class IbmFleet(CloudFleet):
         addresses = [lease.address for lease in run.leases() if lease.node == machine]
         named = [one.hostname for one in servers if one.private_address in addresses]
         return self._over_ssh(run, servers).shell(run, named[0] if named else machine)
-
-    def targets(self) -> builtins.list[Target]:
-        return []
 
     def checks(self, store: Store | None) -> Iterator[Check]:
         """Ask IBM for everything that an order would need; nothing is ordered."""

@@ -1,6 +1,6 @@
 """The link probe: how fast machines exchange data, measured by an all-reduce between them with torch's collectives.
 
-Each machine runs it once (`packtrain.fleet.local link-probe`); the first writes its address to the store, and every
+Each machine runs it once (`packtrain.fleet.host link-probe`); the first writes its address to the store, and every
 machine prints the result.
 """
 
@@ -88,7 +88,7 @@ def measure(shared: TCPStore, rank: int, world: int, backend: str, seconds: floa
     return LinkSpeed(world, backend, latency, _LARGE_BYTES * 2 * (world - 1) / world / took)
 
 
-def main(given: Sequence[str]) -> None:
+def main(words: Sequence[str]) -> None:
     parser = argparse.ArgumentParser(prog="packtrain.fleet.link_probe")
     parser.add_argument("--store", required=True)
     parser.add_argument("--key", required=True)
@@ -98,7 +98,7 @@ def main(given: Sequence[str]) -> None:
     parser.add_argument("--interface", default=None)
     parser.add_argument("--public-address", action="store_true")
     parser.add_argument("--backend", choices=["gloo", "nccl"], default="gloo")
-    options = parser.parse_args(given)
+    options = parser.parse_args(words)
     os.environ.setdefault("OMP_NUM_THREADS", "1")  # several probes on one machine would compete for its cores
     address = choose_address(options.address, options.interface, False, None)
     check_own(address, options.public_address)

@@ -13,7 +13,6 @@ minute, and stay.
 from __future__ import annotations
 
 import argparse
-import builtins
 import os
 import shutil
 import signal
@@ -29,13 +28,15 @@ from types import FrameType
 import psutil
 
 from packtrain.errors import Mistake, PacktrainError
+from packtrain.fleet import fleet_of
 from packtrain.fleet.fleet import (
     Fleet,
+    HasShell,
+    HasTargets,
     LaunchPlan,
     Machine,
     Python,
     Say,
-    StartedNode,
     Target,
     Word,
     missing_programs,
@@ -44,7 +45,7 @@ from packtrain.fleet.fleet import (
     silent,
     values_of,
 )
-from packtrain.fleet.local import END_SECONDS, end_processes, find_processes, start_process
+from packtrain.fleet.host import END_SECONDS, StartedNode, end_processes, find_processes, start_process
 from packtrain.fleet.remote import end_with_client
 from packtrain.fleet.ssh import ListedHosts, SshFleet, SshSettings, unavailable
 from packtrain.job import Job
@@ -81,7 +82,7 @@ class MpiSettings(ListedHosts):
             if ":" in host:
                 yield ("hosts", number), "mpirun takes no port; set it in ~/.ssh/config"
 
-    def build(self) -> Fleet:
+    def build(self) -> MpiFleet:
         return MpiFleet(self)
 
     @classmethod
@@ -89,13 +90,13 @@ class MpiSettings(ListedHosts):
         return missing_programs(mpirun="openmpi-bin", ssh="openssh-client")
 
 
-class MpiFleet(Fleet):
+class MpiFleet(Fleet, HasTargets, HasShell):
     programs = ("mpirun", "ssh")
 
     def __init__(self, settings: MpiSettings) -> None:
         self._settings = settings
 
-    def plan(self, run: Run) -> builtins.list[LaunchPlan]:
+    def plan(self, run: Run) -> list[LaunchPlan]:
         settings, names = self._settings, passed_variables(run.job.environment, run.store.url)
         hosts = settings.hosts[: settings.machines.most]
         command = (
@@ -118,11 +119,11 @@ class MpiFleet(Fleet):
         self._require_mpirun()
         self._over_ssh().check(job, store, say)
 
-    def start(self, run: Run, plans: Sequence[LaunchPlan], tied: bool, say: Say = silent) -> builtins.list[StartedNode]:
+    def start(self, run: Run, plans: Sequence[LaunchPlan], tied: bool, say: Say = silent) -> list[StartedNode]:
         """Start mpirun under its supervisor, with the hosts that answer: if one does not, mpirun starts nothing."""
         self._require_mpirun()
         machines = self._settings.machines
-        own = ("--run", run.name, "--store", run.store.url, "--least", str(machines.least))
+        options = ("--run", run.name, "--store", run.store.url, "--least", str(machines.least))
         started = []
         for plan in plans:
             usable, faults = self._over_ssh().usable_hosts(
@@ -133,11 +134,11 @@ class MpiFleet(Fleet):
             words = list(plan.arguments)
             # The plan was made without asking any host: put those that answer in place of its list.
             words[words.index(_HOSTS) + 1] = _slots([host.name for host in usable][: machines.most])
-            command = (sys.executable, "-P", "-m", "packtrain.fleet.mpi", *own, "--", *words)
+            command = (sys.executable, "-P", "-m", "packtrain.fleet.mpi", *options, "--", *words)
             started.append(start_process(run.name, command, tied))
         return started
 
-    def list(self, run: Run) -> builtins.list[Machine]:
+    def machines(self, run: Run) -> list[Machine]:
         """Return the state of mpirun for every host; what each of them does is in the store."""
         hosts = self._settings.hosts[: self._settings.machines.most]
         if find_processes("mpirun", run.name, run.store.url):
@@ -146,15 +147,15 @@ class MpiFleet(Fleet):
 
     def end(self, run: Run) -> None:
         """End with SIGUSR1: mpirun forwards it and ends with the nodes. After SIGTERM it would wait for its timeout."""
-        found = find_processes("mpirun", run.name, run.store.url)
-        end_processes(found, signal.SIGUSR1)
-        if not found:  # it was killed, or runs on another machine
+        running = find_processes("mpirun", run.name, run.store.url)
+        end_processes(running, signal.SIGUSR1)
+        if not running:  # it was killed, or runs on another machine
             self._over_ssh().end(run)
 
     def shell(self, run: Run, machine: str | None) -> tuple[str, ...]:
         return self._over_ssh().shell(run, machine)
 
-    def targets(self) -> builtins.list[Target]:
+    def targets(self) -> list[Target]:
         return self._over_ssh().targets()
 
     def _require_mpirun(self) -> None:
@@ -163,9 +164,15 @@ class MpiFleet(Fleet):
 
     def _over_ssh(self) -> SshFleet:
         """Return the same hosts as an ssh fleet: mpirun reaches them by ssh, too."""
-        own = self._settings
-        python = own.python or sys.executable
-        return SshFleet(SshSettings(hosts=own.hosts, machines=own.machines, python=python, interface=own.interface))
+        settings = self._settings
+        return SshFleet(
+            SshSettings(
+                hosts=settings.hosts,
+                machines=settings.machines,
+                python=settings.python or sys.executable,
+                interface=settings.interface,
+            )
+        )
 
 
 def _slots(hosts: Sequence[str]) -> str:
@@ -176,25 +183,26 @@ def _slots(hosts: Sequence[str]) -> str:
 class EndPolicy:
     """Decides when to end mpirun. `why` returns a reason once it has held for long enough."""
 
-    least: int
+    min_machines: int
     watch: LeaseWatch = field(default_factory=LeaseWatch)
     _began: bool = False
     _since: tuple[str, float] = ("", 0.0)
 
-    def why(self, ended: bool, now: float) -> str | None:
-        self._began = self._began or self.watch.count_alive(now) > 0  # before that, machines are still starting
-        there = self.watch.count_remaining(now)
+    def why(self, ended: bool, clock: float) -> str | None:
+        self._began = self._began or self.watch.count_alive(clock) > 0  # before that, machines are still starting
+        count = self.watch.count_remaining(clock)
         reason, patience = "", 0.0
-        if ended and there == 0:
+        if ended and count == 0:
             reason, patience = "the run has ended", LEAVE_SECONDS
-        elif not ended and self._began and there < self.least:
-            reason, patience = f"only {there} of the {self.least} machines that the run needs are left", REPLACE_SECONDS
+        elif not ended and self._began and count < self.min_machines:
+            reason = f"only {count} of the {self.min_machines} machines that the run needs are left"
+            patience = REPLACE_SECONDS
         if reason != self._since[0]:
-            self._since = (reason, now)
-        return reason if reason and now - self._since[1] >= patience else None
+            self._since = (reason, clock)
+        return reason if reason and clock - self._since[1] >= patience else None
 
 
-def supervise(command: Sequence[str], run: Run, least: int) -> int:
+def supervise(command: Sequence[str], run: Run, min_machines: int) -> int:
     """Run mpirun until it ends, forward signals to it, and return its exit code. It ends with this process."""
     passed = [name for option, name in pairwise(command) if option == "-x"]
     process = subprocess.Popen(
@@ -208,7 +216,7 @@ def supervise(command: Sequence[str], run: Run, least: int) -> int:
 
     for number in (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1):
         signal.signal(number, forward)
-    policy, why = EndPolicy(least), None
+    policy, why = EndPolicy(min_machines), None
     connections: list[psutil.Process] = []
     while process.poll() is None:
         with suppress(psutil.NoSuchProcess):
@@ -224,7 +232,7 @@ def supervise(command: Sequence[str], run: Run, least: int) -> int:
     if process.returncode < 0 and why is None:
         say(f"mpirun was killed ({signal.Signals(-process.returncode).name}); ending the nodes over ssh")
         try:
-            run.job.fleet.kind.build().end(run)
+            fleet_of(run.job.fleet.kind).end(run)
         except PacktrainError as error:
             say(f"warning: {error}")
         _kill(connections)
@@ -252,15 +260,15 @@ def _kill(processes: Sequence[psutil.Process]) -> None:
             process.kill()
 
 
-def main(given: Sequence[str]) -> int:
-    place = list(given).index("--")
+def main(words: Sequence[str]) -> int:
+    place = list(words).index("--")
     parser = argparse.ArgumentParser(prog="packtrain.fleet.mpi")
     parser.add_argument("--run", required=True)
     parser.add_argument("--store", required=True)
     parser.add_argument("--least", type=int, required=True)
-    options = parser.parse_args(given[:place])
+    options = parser.parse_args(words[:place])
     log, run = OwnLog(), Run(open_store(options.store), options.run)
-    code = supervise(given[place + 1 :], run, options.least)
+    code = supervise(words[place + 1 :], run, options.least)
     result = run.result()
     if result is not None and result.status != "failed":
         log.remove()

@@ -6,16 +6,15 @@ machines that a fleet has just rented, and only for those, `options` may have ss
 
 from __future__ import annotations
 
-import json
 import re
 import shlex
 import signal
 import subprocess
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
-from typing import IO, Any
+from typing import IO
 
 from packtrain.errors import Mistake
 from packtrain.system import end_with_parent
@@ -71,27 +70,27 @@ class Remote:
 
     def words(self, command: Sequence[str]) -> str:
         """Return the command as the one argument that ssh passes to the login shell."""
-        given = [f"{name}={value}" for name, value in self.variables]
-        return shlex.join(["env", *given, *command] if given else command)
+        assignments = [f"{name}={value}" for name, value in self.variables]
+        return shlex.join(["env", *assignments, *command] if assignments else command)
 
     def run(self, command: Sequence[str], text: bytes | IO[bytes] = b"", seconds: float = 120.0) -> str:
         """Return what the command wrote to standard output; `text` is its standard input, or a file with it."""
         words = [*self.arguments(), self.words(command)]
         try:
             if isinstance(text, bytes):
-                done = subprocess.run(words, input=text, capture_output=True, check=False, timeout=seconds)
+                ended = subprocess.run(words, input=text, capture_output=True, check=False, timeout=seconds)
             else:
-                done = subprocess.run(words, stdin=text, capture_output=True, check=False, timeout=seconds)
+                ended = subprocess.run(words, stdin=text, capture_output=True, check=False, timeout=seconds)
         except FileNotFoundError:
             raise Mistake("the ssh command is missing; install openssh-client") from None
         except subprocess.TimeoutExpired:
             raise Unreachable(self.name, f"`{command[0]}` timed out after {seconds:g} s", False) from None
-        errors = done.stderr.decode(errors="replace")
-        if done.returncode == SSH_FAILED:
+        errors = ended.stderr.decode(errors="replace")
+        if ended.returncode == SSH_FAILED:
             raise Unreachable(self.name, advice(self.name, errors), False)
-        if done.returncode != 0:
-            raise Unreachable(self.name, last_line(errors) or f"`{command[0]}` exited with code {done.returncode}")
-        return done.stdout.decode(errors="replace")
+        if ended.returncode != 0:
+            raise Unreachable(self.name, last_line(errors) or f"`{command[0]}` exited with code {ended.returncode}")
+        return ended.stdout.decode(errors="replace")
 
     def script(
         self,
@@ -107,22 +106,14 @@ class Remote:
         file begins with the script itself.
         """
         data = script.encode()
-        whole = data + text if isinstance(text, bytes) else text
-        output = self.run(["sh", "-c", _READ_SCRIPT, str(len(data)), *arguments], whole, seconds)
+        stdin = data + text if isinstance(text, bytes) else text
+        output = self.run(["sh", "-c", _READ_SCRIPT, str(len(data)), *arguments], stdin, seconds)
         written = [line.strip() for line in output.splitlines() if line.strip()]
         if lines is None:
             return written
         if len(written) < lines:
             raise Unreachable(self.name, f"unexpected answer: {' '.join(written)!r}")
         return written[-lines:]
-
-    def ask(self, python: str, verb: str, options: Sequence[str], secrets: Mapping[str, str], **given: Any) -> Any:
-        """Return the answer of `packtrain.fleet.local` there."""
-        answer = self.run(verb_command(python, verb, options), secrets_line(secrets), **given)
-        try:
-            return json.loads(answer.strip().splitlines()[-1])
-        except (ValueError, IndexError):
-            raise Unreachable(self.name, f"unexpected answer to `{verb}`: {answer[-200:]!r}") from None
 
     def hold(self, command: Sequence[str], text: bytes, log: Path) -> subprocess.Popen[bytes]:
         """Start a command that lives as long as this connection, and so as this process; its output goes to the log."""
@@ -146,14 +137,6 @@ class Remote:
 def end_with_client() -> None:
     """Run between fork and exec: the kernel sends SIGTERM when the client ends, even if it is killed."""
     end_with_parent(signal.SIGTERM)
-
-
-def verb_command(python: str, verb: str, options: Sequence[str]) -> list[str]:
-    return [python, "-P", "-m", "packtrain.fleet.local", verb, *options]
-
-
-def secrets_line(secrets: Mapping[str, str]) -> bytes:
-    return json.dumps(dict(secrets)).encode() + b"\n"
 
 
 def split_destination(name: str) -> tuple[str, str | None]:

@@ -12,7 +12,6 @@ have ended and nothing told it why: exit code 0 means that the job is to be requ
 from __future__ import annotations
 
 import argparse
-import builtins
 import json
 import math
 import os
@@ -22,7 +21,7 @@ import shutil
 import subprocess
 import sys
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
@@ -43,14 +42,17 @@ from packtrain.errors import (
 )
 from packtrain.fleet.bundle import BundleFile
 from packtrain.fleet.environment import create_commands
-from packtrain.fleet.facts import Facts
 from packtrain.fleet.fleet import (
+    CancelsQueued,
     Fleet,
+    FleetBuilder,
+    HasQueue,
+    HasShell,
+    HasTargets,
     LaunchPlan,
     Machine,
     Python,
     Say,
-    StartedNode,
     Target,
     Word,
     missing_programs,
@@ -58,11 +60,12 @@ from packtrain.fleet.fleet import (
     passed_variables,
     silent,
     states_of,
+    store_arguments,
     values_of,
 )
+from packtrain.fleet.host import Facts, StartedNode
 from packtrain.fleet.wheels import own_wheel
 from packtrain.job import Job
-from packtrain.job.kinds import FleetKind
 from packtrain.job.part import Argument, Count, Location, Ordinal, Seconds, StorePath, is_set, rules_in_schema
 from packtrain.node.preemption import SECONDS_VARIABLE
 from packtrain.process import run_main
@@ -138,7 +141,7 @@ exit "$code"
 """
 
 
-class SlurmSettings(FleetKind):
+class SlurmSettings(FleetBuilder):
     """Nodes of a Slurm cluster. `time` is the limit of one job, which is requeued; `gpus` are per machine.
 
     `cpus_per_gpu` is by default a GPU's share of the cores of the partition's nodes.
@@ -177,7 +180,7 @@ class SlurmSettings(FleetKind):
         if self.time is not None and self.time.value < _MIN_SECONDS:
             yield ("time",), f"must be at least {_MIN_SECONDS // 60} min; 2 min of it are for the last checkpoint"
 
-    def build(self) -> Fleet:
+    def build(self) -> SlurmFleet:
         return SlurmFleet(self)
 
     @classmethod
@@ -241,14 +244,14 @@ class QueuedJob:
         return Machine(self.nodes or self.job, f"{self.state}{reason}", self.is_over)
 
 
-class SlurmFleet(Fleet):
+class SlurmFleet(Fleet, HasTargets, HasQueue, CancelsQueued, HasShell):
     programs = ("sbatch", "squeue", "srun")
     no_foreground = "a Slurm job cannot be tied to this command; omit --foreground, and end it with `packtrain stop`"
 
     def __init__(self, settings: SlurmSettings) -> None:
         self._settings = settings
 
-    def plan(self, run: Run) -> builtins.list[LaunchPlan]:
+    def plan(self, run: Run) -> list[LaunchPlan]:
         names = passed_variables(run.job.environment, run.store.url)
         arguments = ("sbatch", "--parsable", f"--export={','.join([*_PLAIN_VARIABLES, *names])}")
         return [LaunchPlan("slurm", arguments, names, script(run, run.job, with_cpus(self._settings)))]
@@ -270,7 +273,7 @@ class SlurmFleet(Fleet):
                 raise
             say(f"{mistake}; the job may have to wait for nodes that are down")
 
-    def start(self, run: Run, plans: Sequence[LaunchPlan], tied: bool, say: Say = silent) -> builtins.list[StartedNode]:
+    def start(self, run: Run, plans: Sequence[LaunchPlan], tied: bool, say: Say = silent) -> list[StartedNode]:
         """Submit the script, unless a job is already queued for the run."""
         if tied:
             raise Mistake(self.no_foreground)
@@ -288,31 +291,27 @@ class SlurmFleet(Fleet):
             say(f"submitted Slurm job {job}; see `squeue --job {job}`")
         return []  # nothing to watch from here: the job may wait in the queue for days
 
-    def list(self, run: Run) -> builtins.list[Machine]:
+    def machines(self, run: Run) -> list[Machine]:
         return [queued.machine for queued in _jobs_of(run)]
 
     def end(self, run: Run) -> None:
         """Slurm sends SIGTERM, and nodes commit; the cluster's KillWait limits how long they may take."""
-        jobs = {queued.job: None for queued in _own_jobs(run) if queued.is_pending or queued.is_running}
-        if jobs:
-            ask(("scancel", "--quiet", *jobs))
+        _cancel(queued for queued in _own_jobs(run) if queued.is_pending or queued.is_running)
 
-    def down(self, run: Run, say: Say = silent) -> builtins.list[str]:
+    def down(self, run: Run, say: Say = silent) -> list[str]:
         for queued in _jobs_of(run):
             if queued.user != os.getuid() and not queued.is_over:
                 raise Mistake(f"Slurm job {queued.job} of {run.name} is of user {queued.user}, who has to cancel it")
         return super().down(run, say)
 
     def cancel_queued(self, run: Run) -> None:
-        jobs = {queued.job: None for queued in _own_jobs(run) if queued.is_pending}
-        if jobs:
-            ask(("scancel", "--quiet", "--state=PENDING", *jobs))
+        _cancel((queued for queued in _own_jobs(run) if queued.is_pending), "--state=PENDING")
 
     def queue(self, run: Run) -> str | None:
         if shutil.which("squeue") is None:
             return None
         try:
-            return states_of(self.list(run))
+            return states_of(self.machines(run))
         except Mistake:
             return None  # the cluster does not answer; the store still does
 
@@ -323,7 +322,7 @@ class SlurmFleet(Fleet):
         where = () if machine is None else ("--nodelist", machine)
         return ("srun", "--jobid", jobs[0].job, "--overlap", "--nodes=1", "--ntasks=1", *where, "--pty", "bash", "-l")
 
-    def targets(self) -> builtins.list[Target]:
+    def targets(self) -> list[Target]:
         return [SlurmTarget(self._settings)]
 
 
@@ -355,10 +354,9 @@ def script(run: Run, job: Job, settings: SlurmSettings) -> str:
     _, *command = node_arguments(run, python, settings, settings.interface)
     environment = ""
     if settings.bundle is not None:
-        made = create_commands(Path(settings.bundle), "srun --export=ALL --ntasks-per-node=1 --cpu-bind=none")
-        environment = f"# Makes the Python environment on every machine, once.\n{made}\n\n"
-    which = () if run.store.identity is None else ("--store-id", run.store.identity)
-    decide = ("-P", "-m", "packtrain.fleet.slurm", "--run", run.name, "--store", run.store.url, *which)
+        commands = create_commands(Path(settings.bundle), "srun --export=ALL --ntasks-per-node=1 --cpu-bind=none")
+        environment = f"# Makes the Python environment on every machine, once.\n{commands}\n\n"
+    decide = ("-P", "-m", "packtrain.fleet.slurm", "--run", run.name, *store_arguments(run))
     return _SCRIPT.format(
         run=run.name,
         header="\n".join(f"#SBATCH {option}" for option in _sbatch_options(run, job, settings)),
@@ -380,9 +378,10 @@ def _sbatch_options(run: Run, job: Job, settings: SlurmSettings) -> list[str]:
     size = [f"--nodes={machines.least}"] if machines.is_fixed else ["--nodes=1", f"--array=1-{machines.most}"]
     # Slurm creates no directory, and fails a job whose output has none: with a bucket, it goes to the home directory.
     # (Not to /tmp, where another user could have put a link in its place.)
-    output = f"{_literal(expanded('~'))}/packtrain-{run.name}-%j.out"
+    directory, file = expanded("~"), f"packtrain-{run.name}-%j.out"
     if run.store.is_directory:
-        output = f"{_literal(Path(run.store.url) / run.folder)}/slurm-%j.out"
+        directory, file = Path(run.store.url) / run.folder, "slurm-%j.out"
+    output = f"{str(directory).replace('%', '%%')}/{file}"  # it is a pattern
     options = [
         f"--job-name={_job_name(run)}",
         f"--comment={_comment(run)}",
@@ -413,8 +412,8 @@ def with_cpus(settings: SlurmSettings) -> SlurmSettings:
     if settings.gpus is None or not settings.needs_cpus:
         return settings
     with suppress(Mistake):  # a cluster that does not answer has its own number, or none
-        found = cpus_per_gpu(ask(("scontrol", "show", "nodes", "--oneliner")), settings.gpus, settings.partition)
-        return settings.model_copy(update={"cpus_per_gpu": found})
+        share = cpus_per_gpu(ask(("scontrol", "show", "nodes", "--oneliner")), settings.gpus, settings.partition)
+        return settings.model_copy(update={"cpus_per_gpu": share})
     return settings
 
 
@@ -426,17 +425,12 @@ def cpus_per_gpu(nodes: str, gpus: int, partition: str | None) -> int | None:
     shares = []
     for line in nodes.splitlines():
         fields = dict(word.split("=", 1) for word in line.split() if "=" in word)
-        there = sum(map(int, _GPUS.findall(fields.get("Gres", ""))))
+        gpus_of_node = sum(map(int, _GPUS.findall(fields.get("Gres", ""))))
         cores = fields.get("CPUEfctv") or fields.get("CPUTot", "")
-        mine = partition is None or partition in fields.get("Partitions", "").split(",")
-        if mine and there >= gpus and cores.isdecimal():
-            shares.append(max(1, int(cores) // there))
+        is_usable = partition is None or partition in fields.get("Partitions", "").split(",")
+        if is_usable and gpus_of_node >= gpus and cores.isdecimal():
+            shares.append(max(1, int(cores) // gpus_of_node))
     return min(shares, default=None)
-
-
-def _literal(path: Path) -> str:
-    """Return the path for a file name pattern of Slurm."""
-    return str(path).replace("%", "%%")
 
 
 def slurm_time(seconds: float) -> str:
@@ -449,7 +443,7 @@ def ask(arguments: Sequence[str], text: str = "", seconds: float = _ASK_SECONDS,
     """Run a program of Slurm and return its standard output. It passes the variables on to the job."""
     program, environment = arguments[0], {**os.environ, **values_of(variables)}
     try:
-        done = subprocess.run(
+        ended = subprocess.run(
             arguments,
             input=text,
             capture_output=True,
@@ -463,10 +457,10 @@ def ask(arguments: Sequence[str], text: str = "", seconds: float = _ASK_SECONDS,
         raise Mistake(f"{program} is missing; start the run from a machine of the Slurm cluster") from None
     except subprocess.TimeoutExpired:
         raise Mistake(f"{program} timed out after {seconds:g} s; check that slurmctld is up") from None
-    if done.returncode != 0:
-        lines = [line.removeprefix(f"{program}: ").removeprefix("error: ") for line in done.stderr.splitlines()]
+    if ended.returncode != 0:
+        lines = [line.removeprefix(f"{program}: ").removeprefix("error: ") for line in ended.stderr.splitlines()]
         raise Mistake(f"{program}: {'; '.join(line.strip() for line in lines if line.strip())}")
-    return done.stdout
+    return ended.stdout
 
 
 def _jobs_of(run: Run) -> list[QueuedJob]:
@@ -486,6 +480,11 @@ def _jobs_of(run: Run) -> list[QueuedJob]:
 def _own_jobs(run: Run) -> list[QueuedJob]:
     """Return those that this user submitted: others may give any name and comment to a job of theirs."""
     return [queued for queued in _jobs_of(run) if queued.user == os.getuid()]
+
+
+def _cancel(jobs: Iterable[QueuedJob], *options: str) -> None:
+    if numbers := dict.fromkeys(queued.job for queued in jobs):  # the jobs of an array share one
+        ask(("scancel", "--quiet", *options, *numbers))
 
 
 def _queued(job: Mapping[str, Any]) -> QueuedJob:
@@ -514,8 +513,8 @@ def _job_name(run: Run) -> str:
 def _comment(run: Run) -> str:
     """Return what tells the run apart from one of the same name in another store, or on another server."""
     store = run.store
-    more = (store.endpoint and f"at {store.endpoint}", store.identity and f"({store.identity})")
-    return " ".join((f"{run.name} in {store.url}", *filter(None, more)))
+    details = (store.endpoint and f"at {store.endpoint}", store.identity and f"({store.identity})")
+    return " ".join((f"{run.name} in {store.url}", *filter(None, details)))
 
 
 @dataclass(frozen=True)
@@ -532,9 +531,9 @@ def should_requeue(run: Run, job: str, code: int, restarts: int) -> bool:
     As for other failures, the job may try `fleet.failures` times without a new commit. `restarts` is Slurm's own count,
     which includes the requeues after notices: it only matters while the store does not answer.
     """
-    what = f"Slurm job {job} ended with code {code}"
+    ending = f"Slurm job {job} ended with code {code}"
     if code in _HOPELESS:
-        say_in_log(f"{what}: another try would end the same way; not requeued")
+        say_in_log(f"{ending}: another try would end the same way; not requeued")
         return False
     try:
         if run.result() is not None or run.stop_request() is not None:
@@ -544,17 +543,19 @@ def should_requeue(run: Run, job: str, code: int, restarts: int) -> bool:
         again = before.count < run.job.fleet.failures
         if again:
             run.store.put(key, json.dumps(asdict(replace(before, count=before.count + 1))).encode())
-            text = f"{what} without a result; it is requeued"
+            text = f"{ending} without a result; it is requeued"
         else:
             tries = counted(before.count, "requeue")
-            text = f"{what}, and {tries} brought no new commit; look at its output, then `packtrain resume {run.name}`"
+            text = (
+                f"{ending}, and {tries} brought no new commit; look at its output, then `packtrain resume {run.name}`"
+            )
         events = run.event_writer(f"slurm-{job}-{restarts}")
         events.append(Event(time.time(), "warning", text))
         events.flush()
     except StoreError as error:
         # The network that failed here may be what ended the nodes.
         again = error.temporary and restarts < _BLIND_RESTARTS
-        text = f"{what}; {error}"
+        text = f"{ending}; {error}"
     say_in_log(text)
     return again
 
@@ -562,9 +563,9 @@ def should_requeue(run: Run, job: str, code: int, restarts: int) -> bool:
 def _requeues_since_commit(run: Run, key: str) -> Requeues:
     newest = next((checkpoint.name for checkpoint in reversed(committed(run))), "")
     with suppress(ValidationError):  # a damaged record is replaced
-        known = TypeAdapter(Requeues).validate_json(run.store.find(key) or b"")
-        if known.checkpoint == newest:
-            return known
+        requeues = TypeAdapter(Requeues).validate_json(run.store.find(key) or b"")
+        if requeues.checkpoint == newest:
+            return requeues
     return Requeues(newest, 0)
 
 

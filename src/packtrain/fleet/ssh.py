@@ -9,7 +9,6 @@
 
 from __future__ import annotations
 
-import builtins
 import shlex
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -22,14 +21,15 @@ from pydantic_core import InitErrorDetails
 
 from packtrain.errors import Mistake, PacktrainError
 from packtrain.fleet import environment
-from packtrain.fleet.facts import Facts, visible_object
 from packtrain.fleet.fleet import (
     Fleet,
+    FleetBuilder,
+    HasShell,
+    HasTargets,
     LaunchPlan,
     Machine,
     Python,
     Say,
-    StartedNode,
     Target,
     Word,
     missing_programs,
@@ -38,11 +38,21 @@ from packtrain.fleet.fleet import (
     silent,
     values_of,
 )
-from packtrain.fleet.local import END_SECONDS, new_log, session_name
-from packtrain.fleet.remote import Remote, Unreachable, secrets_line, split_destination, verb_command
+from packtrain.fleet.host import (
+    END_SECONDS,
+    MODULE,
+    Facts,
+    StartedNode,
+    ask,
+    new_log,
+    secrets_line,
+    session_command,
+    verb_command,
+    visible_object,
+)
+from packtrain.fleet.remote import Remote, Unreachable, split_destination
 from packtrain.identity import install_command
 from packtrain.job import Job
-from packtrain.job.kinds import FleetKind
 from packtrain.job.part import Location, StorePath, matching
 from packtrain.run.run import Run
 from packtrain.store import Store, open_store
@@ -57,7 +67,7 @@ Item = TypeVar("Item")
 Answer = TypeVar("Answer")
 
 
-class ListedHosts(FleetKind):
+class ListedHosts(FleetBuilder):
     """Machines by their names; all of them, unless the job says how many."""
 
     hosts: Annotated[tuple[Destination, ...], Field(json_schema_extra={"minItems": 1, "uniqueItems": True})]
@@ -72,13 +82,13 @@ class ListedHosts(FleetKind):
     def divided(self, parallel: int | None) -> Sequence[ListedHosts]:
         """Give each run hosts of its own, as many as the job asks for."""
         size = self.machines.most
-        parts = [self.hosts[start : start + size] for start in range(0, len(self.hosts) - size + 1, size)]
-        if parallel is not None and parallel > len(parts):
+        groups = [self.hosts[start : start + size] for start in range(0, len(self.hosts) - size + 1, size)]
+        if parallel is not None and parallel > len(groups):
             raise Mistake(
-                f"--parallel {parallel}: {len(self.hosts)} hosts are enough for {counted(len(parts), 'run')} at a time"
+                f"--parallel {parallel}: {len(self.hosts)} hosts are enough for {counted(len(groups), 'run')} at a time"
                 f" with {counted(size, 'machine')} each; lower it, or fleet machines"
             )
-        return [self.model_copy(update={"hosts": hosts}) for hosts in parts[:parallel]]
+        return [self.model_copy(update={"hosts": hosts}) for hosts in groups[:parallel]]
 
     def faults(self) -> Iterator[tuple[Location, str]]:
         if not self.hosts:
@@ -96,7 +106,7 @@ class SshSettings(ListedHosts):
     bundle: StorePath | None = None
     interface: Word | None = None
 
-    def build(self) -> Fleet:
+    def build(self) -> SshFleet:
         return SshFleet(self)
 
     @classmethod
@@ -118,7 +128,7 @@ class AlreadyThere(Unreachable):
     """A host on which the run already has its node."""
 
 
-class SshFleet(Fleet):
+class SshFleet(Fleet, HasTargets, HasShell):
     """`remote` says how a host of the settings is reached, for fleets that rent their hosts."""
 
     programs = ("ssh",)
@@ -126,12 +136,12 @@ class SshFleet(Fleet):
     def __init__(self, settings: SshSettings, remote: Callable[[str], Remote] = Remote) -> None:
         self._settings, self._remote = settings, remote
 
-    def plan(self, run: Run) -> builtins.list[LaunchPlan]:
+    def plan(self, run: Run) -> list[LaunchPlan]:
         settings = self._settings
         command = node_arguments(run, settings.python or "python", settings, settings.interface)
         names = passed_variables(run.job.environment, run.store.url)
         remotes = map(self._remote, settings.hosts)
-        return [LaunchPlan(one.name, (*one.arguments(), shlex.join(command)), names) for one in remotes]
+        return [LaunchPlan(remote.name, (*remote.arguments(), shlex.join(command)), names) for remote in remotes]
 
     def check(self, job: Job, store: Store, say: Say = silent) -> None:
         names = passed_variables(job.environment, store.url)
@@ -139,7 +149,7 @@ class SshFleet(Fleet):
         for fault in faults:
             say(f"{unavailable(fault)}; the run can start without it")
 
-    def start(self, run: Run, plans: Sequence[LaunchPlan], tied: bool, say: Say = silent) -> builtins.list[StartedNode]:
+    def start(self, run: Run, plans: Sequence[LaunchPlan], tied: bool, say: Say = silent) -> list[StartedNode]:
         machines = self._settings.machines
         # Again, although `check` did the same: packing may have taken hours since.
         needs_torch = run.job.program is None
@@ -163,8 +173,8 @@ class SshFleet(Fleet):
             say(f"{fault}; another client has started it")
         if len(started) + len(already) < machines.least:
             # On hosts where the start failed, too: the node may run, and only the answer was lost.
-            own = [host for host in chosen if host.name not in {fault.host for fault in already}]
-            in_parallel(lambda host: _end(host.remote, host.python, run), own)
+            ours = [host for host in chosen if host.name not in {fault.host for fault in already}]
+            in_parallel(lambda host: _ask_about(host.remote, host.python, MODULE, "end", run), ours)
             raise failed[0]
         for fault in failed:
             say(f"{unavailable(fault)}; continuing without it")
@@ -172,7 +182,7 @@ class SshFleet(Fleet):
 
     def usable_hosts(
         self, store: str, variables: Sequence[str], say: Say = silent, *, needs_torch: bool = True
-    ) -> tuple[builtins.list[UsableHost], builtins.list[PacktrainError]]:
+    ) -> tuple[list[UsableHost], list[PacktrainError]]:
         """Return the hosts that can take part, in the job's order, and what is wrong with the others.
 
         Refuses if too few can.
@@ -204,37 +214,34 @@ class SshFleet(Fleet):
             raise Mistake(f"only {len(usable)} of the {least} hosts that the run needs are usable: {together(faults)}")
         return usable, faults
 
-    def list(self, run: Run) -> builtins.list[Machine]:
+    def machines(self, run: Run) -> list[Machine]:
         def state(host: str) -> Machine:
             try:
-                remote = self._remote(host)
-                python = environment.find_any(remote, self._settings.python)
-                found = python is not None and remote.ask(python, "list", _options(run), {})
+                nodes = self._ask_any(host, run, "list")
             except PacktrainError:
                 return Machine(host, "unreachable")
-            return Machine(host, "running") if found else Machine(host, "ended", is_over=True)
+            return Machine(host, "running") if nodes else Machine(host, "ended", is_over=True)
 
         return in_parallel(state, self._settings.hosts)[0]
 
     def end(self, run: Run) -> None:
-        def end(host: str) -> None:
-            remote = self._remote(host)
-            if (python := environment.find_any(remote, self._settings.python)) is not None:
-                _end(remote, python, run)
-
-        _, faults = in_parallel(end, self._settings.hosts)
+        _, faults = in_parallel(lambda host: self._ask_any(host, run, "end"), self._settings.hosts)
         if faults:
             raise Mistake(f"{together(faults)}; nodes may still be running there, end them manually")
+
+    def _ask_any(self, host: str, run: Run, verb: str) -> Any:
+        """Return the answer of any version of Packtrain on the host; None if it has no Packtrain and no node."""
+        remote = self._remote(host)
+        installed = environment.find_any(remote, self._settings.python)
+        return None if installed is None else _ask_about(remote, *installed, verb, run)
 
     def shell(self, run: Run, machine: str | None) -> tuple[str, ...]:
         remote = self._remote(_chosen(self._settings.hosts, machine))
         destination, port = split_destination(remote.name)
-        session = shlex.quote(session_name(run.name))
-        # The session lasts as long as the node and shows its output; without one, a login shell.
-        command = f'tmux attach -t {session} 2>/dev/null || exec "${{SHELL:-sh}}" -l'
-        return ("ssh", "-t", *remote.options, *(("-p", port) if port else ()), "--", destination, command)
+        login = ("ssh", "-t", *remote.options, *(("-p", port) if port else ()), "--", destination)
+        return (*login, session_command(run.name))
 
-    def targets(self) -> builtins.list[Target]:
+    def targets(self) -> list[Target]:
         settings = self._settings
         return [SshTarget(self._remote(host), settings.python, settings.interface) for host in settings.hosts]
 
@@ -264,21 +271,18 @@ def start_node(
         log = new_log(run.name)
         command = verb_command(host.python, "start", options)
         return StartedNode(remote.hold(command, secrets_line(secrets), log), log)
-    if remote.ask(host.python, "start", options, secrets)["pid"] is None:
+    if ask(remote, host.python, "start", options, secrets)["pid"] is None:
         raise AlreadyThere(host.name, f"{run.name} already has its node there")
     return None
 
 
-def _end(remote: Remote, python: str, run: Run) -> None:
-    remote.ask(python, "end", _options(run), {}, seconds=END_SECONDS + 30)
-
-
-def _options(run: Run) -> list[str]:
-    return ["--run", run.name, "--store", run.store.url]
+def _ask_about(remote: Remote, python: str, module: str, verb: str, run: Run) -> Any:
+    options = ["--run", run.name, "--store", run.store.url]
+    return ask(remote, python, verb, options, seconds=END_SECONDS + 30, module=module)
 
 
 def facts_of(remote: Remote, python: str, store: str, key: str, variables: Sequence[str]) -> Facts:
-    return Facts(**remote.ask(python, "check", ["--store", store, "--key", key], values_of(variables)))
+    return Facts(**ask(remote, python, "check", ["--store", store, "--key", key], values_of(variables)))
 
 
 def store_advice(store: str) -> str:
@@ -293,7 +297,7 @@ def unavailable(fault: PacktrainError) -> str:
 
 def together(faults: Sequence[PacktrainError]) -> str:
     """Join the faults of several hosts; a fault that they share is named once."""
-    hosts: dict[str, builtins.list[str]] = {}
+    hosts: dict[str, list[str]] = {}
     for fault in faults:
         text = fault.fault if isinstance(fault, Unreachable) else str(fault)
         hosts.setdefault(text, []).append(fault.host if isinstance(fault, Unreachable) else "all")
@@ -323,9 +327,9 @@ def in_parallel(
             return error
 
     if connections == 1 or len(items) < 2:
-        found = [attempt(item) for item in items]
+        answers = [attempt(item) for item in items]
     else:
         with ThreadPoolExecutor(min(connections, len(items))) as pool:
-            found = list(pool.map(attempt, items))
-    good = [answer for answer in found if not isinstance(answer, PacktrainError)]
-    return good, [answer for answer in found if isinstance(answer, PacktrainError)]
+            answers = list(pool.map(attempt, items))
+    good = [answer for answer in answers if not isinstance(answer, PacktrainError)]
+    return good, [answer for answer in answers if isinstance(answer, PacktrainError)]

@@ -97,6 +97,8 @@ def default_kind(kinds: Mapping[str, str], word: str) -> Any:
 class FleetKind(Part):
     """Where the machines come from, and how many of them. `power_off`: a machine shuts down after its part of the run.
 
+    Every kind is a `FleetBuilder` (fleet/fleet.py), from which its fleet is built.
+
     `shares_machines`: several nodes of one run may be on one machine, each with a part of it, and each counts as a
     machine.
     """
@@ -105,10 +107,6 @@ class FleetKind(Part):
 
     machines: MachineCount = Machines(1, 1)
     power_off: Boolean = False
-
-    @abstractmethod
-    def build(self) -> Any:
-        """Return the `Fleet` with these settings."""
 
     def divided(self, parallel: int | None) -> Sequence[FleetKind]:
         """Return the fleet of each of the runs that train at the same time; None is as many as its machines allow.
@@ -136,14 +134,6 @@ class FleetKind(Part):
     def missing_here(cls) -> Mapping[str, str]:
         """Return what this machine lacks to start such a fleet, each with how to get it. Asks nobody."""
         return {}
-
-    @classmethod
-    def providers(cls, places: Sequence[str]) -> Sequence[Any]:  # noqa: ARG003
-        """Return a `Provider` for each of the places, or for the default ones, of a kind that rents its machines.
-
-        Raises Mistake if they cannot be asked from here: the SDK or the credentials are missing.
-        """
-        return ()
 
 
 class Source(Part):

@@ -19,8 +19,8 @@ from packtrain.data.pack import Pack
 from packtrain.errors import FieldMistake, Mistake, PacktrainError
 from packtrain.fleet import fleet_of
 from packtrain.fleet.doctor import Usable, check_target, measure_links
-from packtrain.fleet.facts import gather, visible_object
-from packtrain.fleet.fleet import passed_variables, values_of
+from packtrain.fleet.fleet import HasTargets, passed_variables, values_of
+from packtrain.fleet.host import gather, visible_object
 from packtrain.fleet.local import LocalTarget
 from packtrain.identity import install_command
 from packtrain.job.job import Job
@@ -352,7 +352,8 @@ class _Speeds:
         """Measure on as many machines of the fleet as there are, and the links between them."""
         if self._store is None:
             raise Mistake("--probe needs the data; plan without it")
-        if self._fleet.rents or not (targets := self._fleet.targets()):
+        targets = self._fleet.targets() if isinstance(self._fleet, HasTargets) else []
+        if not targets:
             raise Mistake("--probe: the machines of this fleet exist only while a run rents them; plan without it")
         store = self._store
         secrets = values_of(passed_variables(self._job.environment, store.url))

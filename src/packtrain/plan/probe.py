@@ -25,9 +25,8 @@ from packtrain.data.loader import Loader, Order, Position, rank_batches
 from packtrain.data.order import Ids, share, spread
 from packtrain.errors import PacktrainError
 from packtrain.fleet.doctor import Usable, documents
-from packtrain.fleet.facts import visible_object
+from packtrain.fleet.host import read_secrets, visible_object
 from packtrain.fleet.link_probe import rendezvous
-from packtrain.fleet.local import read_secrets
 from packtrain.job import Job
 from packtrain.node.address import check_own, choose_address, interface_of
 from packtrain.plan.devices import DeviceKind, gpu_named, this_machine

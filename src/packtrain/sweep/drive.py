@@ -289,7 +289,7 @@ class SweepDrive:
                 return watched.has_machines
         watched.asked = now
         try:
-            return any(not machine.is_over for machine in fleet.list(watched.run))
+            return any(not machine.is_over for machine in fleet.machines(watched.run))
         except PacktrainError:
             return True  # not known: a second set of machines would be worse than a wait
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import builtins
 import os
 import re
 import time
@@ -27,24 +26,27 @@ from packtrain.fleet.aws.region import (
 from packtrain.fleet.aws.spot import spot_notice
 from packtrain.fleet.aws.user_data import put_environment
 from packtrain.fleet.aws.volumes import DiskSize, VolumeSettings, snapshot_of, volume_zones
-from packtrain.fleet.cloud import CloudFleet, budget_seconds, label_of, wait_until_left
+from packtrain.fleet.cloud import CloudBuilder, CloudFleet, budget_seconds, label_of, wait_until_left
 from packtrain.fleet.fleet import (
     Check,
-    Fleet,
+    HasNotices,
+    HasQueue,
+    HasShell,
+    HasVolumes,
     LaunchPlan,
     Machine,
     Python,
+    Releases,
     Say,
-    Target,
+    Snapshot,
     Word,
     missing_package,
     silent,
     states_of,
 )
-from packtrain.fleet.local import session_name
+from packtrain.fleet.host import session_command
 from packtrain.fleet.prices import list_price
 from packtrain.job import Job
-from packtrain.job.kinds import FleetKind
 from packtrain.job.part import (
     Boolean,
     Count,
@@ -109,7 +111,7 @@ MountSource = Annotated[
 MountPath = Annotated[str, matching(r"/[A-Za-z0-9._/-]+", "an absolute path, such as /data")]
 
 
-class AwsSettings(FleetKind):
+class AwsSettings(CloudBuilder):
     """Machines of AWS. `image` is an AMI by its id, by its name (the newest one of `owner`) or by `ssm:/parameter`.
 
     `on_demand` is how many machines are not spot. `role` is the instance profile of the machines. `secrets` says where
@@ -197,7 +199,7 @@ class AwsSettings(FleetKind):
         if self.on_demand and not self.spot:
             yield ("on_demand",), "all machines are on demand without spot: true; remove it"
 
-    def build(self) -> Fleet:
+    def build(self) -> AwsFleet:
         return AwsFleet(self)
 
     @classmethod
@@ -227,7 +229,7 @@ class AwsSettings(FleetKind):
         return [AwsRegion(None, place) for place in places]
 
 
-class AwsFleet(CloudFleet):
+class AwsFleet(CloudFleet, HasQueue, HasShell, HasNotices, HasVolumes, Releases):
     def __init__(self, settings: AwsSettings) -> None:
         self._settings = settings
 
@@ -238,7 +240,7 @@ class AwsFleet(CloudFleet):
     def provider(self) -> AwsRegion:
         return self._region
 
-    def plan(self, run: Run) -> builtins.list[LaunchPlan]:
+    def plan(self, run: Run) -> list[LaunchPlan]:
         check_store(run.store, self._settings.mounts)  # for a dry run, too
         return launch_plans(run, self._settings, self.provider())
 
@@ -289,7 +291,7 @@ class AwsFleet(CloudFleet):
 
     # What is there.
 
-    def list(self, run: Run) -> builtins.list[Machine]:
+    def machines(self, run: Run) -> list[Machine]:
         return [
             Machine(instance["InstanceId"], instance["State"]["Name"], instance["State"]["Name"] == "shutting-down")
             for instance in self.provider().instances(label_of(run))
@@ -333,10 +335,9 @@ class AwsFleet(CloudFleet):
             place = ("--target", instance["InstanceId"], "--region", region.place)
             return ("aws", "ssm", "start-session", *place, *profile)
         address = instance.get("PublicIpAddress") or instance["PrivateIpAddress"]
-        command = f'tmux attach -t {session_name(run.name)} 2>/dev/null || exec "${{SHELL:-sh}}" -l'
-        return ("ssh", "-t", "--", f"{settings.user}@{address}", command)
+        return ("ssh", "-t", "--", f"{settings.user}@{address}", session_command(run.name))
 
-    def snapshot(self, run: Run, machine: str | None, pack: str | None) -> tuple[str, bool]:
+    def snapshot(self, run: Run, machine: str | None, pack: str | None) -> Snapshot:
         if self._settings.volume is None:
             raise Mistake(f"{run.name}: its machines have no volume; set fleet.aws.volume")
         region = self.provider()
@@ -346,9 +347,6 @@ class AwsFleet(CloudFleet):
         names = [instance["InstanceId"] for instance in instances]
         used = {entry.key.removeprefix(run.key("volumes/")) for entry in run.store.list(run.key("volumes"))}
         return snapshot_of(region, self._settings.volume, names, set() if machine else used, run.name, pack)
-
-    def targets(self) -> builtins.list[Target]:
-        return []
 
     def checks(self, store: Store | None) -> Iterator[Check]:
         yield from launch_checks(self._settings, store)

@@ -16,6 +16,7 @@ from pydantic import PlainValidator
 
 from packtrain.errors import FieldMistake, Mistake
 from packtrain.fleet.aws.region import AwsRefusal, AwsRegion
+from packtrain.fleet.fleet import Snapshot
 from packtrain.job.part import Location, Ordinal, Part, matching, must_be, text_in_schema
 from packtrain.units import BYTES_PATTERN, Machines, parse_bytes
 
@@ -37,14 +38,14 @@ def _read_size(value: object) -> str:
 
 DiskSize = Annotated[str, PlainValidator(_read_size, json_schema_input_type=text_in_schema(BYTES_PATTERN, "600 GB"))]
 VolumeName = Annotated[str, matching(r"[A-Za-z0-9][A-Za-z0-9._-]{0,99}", "a name, such as imagenet")]
-Snapshot = Annotated[str, matching(r"snap-[0-9a-f]{8,17}", "a snapshot, such as snap-0123456789abcdef0")]
+SnapshotName = Annotated[str, matching(r"snap-[0-9a-f]{8,17}", "a snapshot, such as snap-0123456789abcdef0")]
 
 
 class VolumeSettings(Part):
     """Volumes by the prefix of their names. One that is missing is made from the snapshot, or blank with `size`."""
 
     name: VolumeName
-    snapshot: Snapshot | None = None
+    snapshot: SnapshotName | None = None
     size: DiskSize | None = None
     type: Literal["gp2", "gp3", "io1", "io2", "st1", "sc1"] = "gp3"
     iops: Ordinal | None = None
@@ -117,8 +118,8 @@ def snapshot_of(
     used: Collection[str],
     run: str,
     pack: str | None,
-) -> tuple[str, bool]:
-    """Return a snapshot of a volume of a run, and True if it is new: a pack is kept only once.
+) -> Snapshot:
+    """Return a snapshot of a volume of a run; of a pack there is only one.
 
     The volume is one that these instances have, or that machines of the run have `used` and that is free now.
     """
@@ -126,7 +127,7 @@ def snapshot_of(
         filters = [{"Name": f"tag:{PACK}", "Values": [pack]}, {"Name": "tag:Name", "Values": [volume.name]}]
         known = region.ask_all("ec2", "describe-snapshots", "Snapshots", OwnerIds=["self"], Filters=filters)
         if good := [one["SnapshotId"] for one in known if one["State"] != "error"]:
-            return good[0], False
+            return Snapshot(good[0], False, f"{_FIELD}.snapshot")
     # By their name as well: whoever can write the store can write which ones were used.
     named = named_volumes(region, volume.name)
     attached = [one for one in named if any(place["InstanceId"] in instances for place in one.get("Attachments", ()))]
@@ -142,4 +143,4 @@ def snapshot_of(
         Description=f"{volume.name} of {run}",
         TagSpecifications=[{"ResourceType": "snapshot", "Tags": [{"Key": k, "Value": v} for k, v in tags.items()]}],
     )
-    return made["SnapshotId"], True
+    return Snapshot(made["SnapshotId"], True, f"{_FIELD}.snapshot")

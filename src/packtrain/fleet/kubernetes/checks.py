@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import suppress
 from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING
@@ -17,8 +18,10 @@ from packtrain.fleet.kubernetes.cluster import (
     ROLE_ADVICE,
     SECRETS,
     Cluster,
+    Forbidden,
     Kind,
     RequestRefused,
+    field,
 )
 from packtrain.fleet.kubernetes.manifests import is_mounted, role
 from packtrain.store import Store
@@ -39,17 +42,18 @@ def check_store(store: Store, settings: KubernetesSettings) -> None:
 def check_named(cluster: Cluster, settings: KubernetesSettings) -> None:
     """Refuse a job that names what is not there, as far as this person may look."""
     for kind, name in _named(settings):
-        if cluster.lacks(kind, name):
-            raise Mistake(f"there is no {kind.word} {name} in {cluster.name}; create it, or correct the job")
+        with suppress(Forbidden):
+            if not cluster.has(kind, name):
+                raise Mistake(f"there is no {kind.word} {name} in {cluster.name}; create it, or correct the job")
 
 
 def _named(settings: KubernetesSettings) -> list[tuple[Kind, str]]:
     """Return the objects that the job names and somebody else creates."""
-    secrets = [*settings.pull_secrets, *(one.partition("/")[0] for one in settings.secrets.values())]
+    secrets = [*settings.pull_secrets, *(reference.partition("/")[0] for reference in settings.secrets.values())]
     secrets += [settings.store_secret] if settings.store_secret is not None else []
-    found = [(SECRETS, name) for name in dict.fromkeys(secrets)]
-    found += [(CLAIMS, mount.claim) for mount in settings.mounts if mount.claim is not None]
-    return found + ([(ACCOUNTS, settings.service_account)] if settings.service_account is not None else [])
+    objects = [(SECRETS, name) for name in dict.fromkeys(secrets)]
+    objects += [(CLAIMS, mount.claim) for mount in settings.mounts if mount.claim is not None]
+    return objects + ([(ACCOUNTS, settings.service_account)] if settings.service_account is not None else [])
 
 
 def check_nodes(cluster: Cluster, settings: KubernetesSettings) -> str | None:
@@ -58,24 +62,22 @@ def check_nodes(cluster: Cluster, settings: KubernetesSettings) -> str | None:
         return "the cluster adds nodes when pods wait"
     selector = ",".join(f"{key}={value}" for key, value in settings.node_selector.items())
     try:
-        nodes = cluster.list(NODES, **({"labelSelector": selector} if selector else {}))
-    except RequestRefused as refused:
-        if refused.status == 403:
-            return None
-        raise
-    which = f" with {selector}" if selector else ""
+        nodes = cluster.objects(NODES, **({"labelSelector": selector} if selector else {}))
+    except Forbidden:
+        return None
+    suffix = f" with {selector}" if selector else ""
     fits = []
-    for name, wanted in settings.resources.items():
-        amounts = [str((node.get("status") or {}).get("allocatable", {}).get(name, "0")) for node in nodes]
+    for name, amount in settings.resources.items():
+        amounts = [str(field(node, "status", "allocatable", name) or "0") for node in nodes]
         largest = max(amounts, key=_amount, default="0")
-        if _amount(largest) < _amount(wanted):
-            most = f"the largest has {largest}" if _amount(largest) else "none has any"
+        if _amount(largest) < _amount(amount):
+            reason = f"the largest has {largest}" if _amount(largest) else "none has any"
             raise Mistake(
-                f"no node of the cluster{which} has {wanted} of {name}; {most}; change fleet.kubernetes.resources,"
+                f"no node of the cluster{suffix} has {amount} of {name}; {reason}; change fleet.kubernetes.resources,"
                 " or set autoscaling: true if the cluster adds nodes"
             )
-        fits.append(f"a pod asks for {wanted} of {name}, the largest node has {largest}")
-    return "; ".join([f"{counted(len(nodes), 'node')}{which}", *fits])
+        fits.append(f"a pod asks for {amount} of {name}, the largest node has {largest}")
+    return "; ".join([f"{counted(len(nodes), 'node')}{suffix}", *fits])
 
 
 def _amount(text: str) -> float:
@@ -89,7 +91,9 @@ def _amount(text: str) -> float:
 
 def launch_checks(connect: Callable[[], Cluster], settings: KubernetesSettings, store: Store | None) -> Iterator[Check]:
     """Yield every check; without an answer of the API server there is nothing else to ask."""
-    check, cluster = tried(_PLACE, "configuration", connect, lambda one: f"{one.name} at {one.configuration.host}")
+    check, cluster = tried(
+        _PLACE, "configuration", connect, lambda reached: f"{reached.name} at {reached.configuration.host}"
+    )
     yield check
     if cluster is None:
         return
@@ -97,10 +101,10 @@ def launch_checks(connect: Callable[[], Cluster], settings: KubernetesSettings, 
     yield check
     if version is None:
         return
-    yield _there(cluster, NAMESPACES, cluster.namespace)
+    yield _exists(cluster, NAMESPACES, cluster.namespace)
     yield from _rights(cluster)
     for kind, name in _named(settings):
-        yield _there(cluster, kind, name)
+        yield _exists(cluster, kind, name)
     check, nodes = tried(_PLACE, "nodes", lambda: check_nodes(cluster, settings), str)
     hidden = Check(_PLACE, "nodes", False, "this user may not list nodes", "pods show if they fit", skipped=True)
     yield hidden if check.ok and nodes is None else check
@@ -109,17 +113,16 @@ def launch_checks(connect: Callable[[], Cluster], settings: KubernetesSettings, 
         yield tried(_PLACE, "store", lambda: check_store(store, settings), lambda _: usable)[0]
 
 
-def _there(cluster: Cluster, kind: Kind, name: str) -> Check:
-    """Check that an object exists. Its content is not read: it may be a secret."""
+def _exists(cluster: Cluster, kind: Kind, name: str) -> Check:
     title = f"{kind.word} {name}"
     try:
-        if not cluster.sees(kind, name):
+        if not cluster.has(kind, name):
             return Check(_PLACE, kind.word, False, f"there is no {title}", "create it, or correct the job")
+    except Forbidden:
+        detail, advice = f"this user may not look at {title}", "look at it with kubectl"
+        return Check(_PLACE, kind.word, False, detail, advice, skipped=True)
     except RequestRefused as refused:
-        advice = "look at it with kubectl"
-        is_hidden = refused.status == 403
-        detail = f"this user may not look at {title}" if is_hidden else str(refused)
-        return Check(_PLACE, kind.word, False, detail, advice, skipped=is_hidden)
+        return Check(_PLACE, kind.word, False, str(refused), "look at it with kubectl")
     return Check(_PLACE, kind.word, True, f"{name} exists")
 
 

@@ -6,12 +6,12 @@ the server sends them: any version of it may leave fields out, or add some.
 
 from __future__ import annotations
 
-import builtins
 import json
 import os
 import re
 import time
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -24,6 +24,7 @@ from packtrain.errors import Mistake, harmless
 from packtrain.fleet.cloud import Provider, Resource
 from packtrain.fleet.fleet import Machine
 from packtrain.fleet.kubernetes.manifests import CONTAINER, EXPIRES, HOPELESS, LABEL, OWNER, RUN, STORE, Document
+from packtrain.fleet.remote import last_line
 from packtrain.identity import install_command
 from packtrain.system import in_home
 
@@ -34,17 +35,37 @@ _FORCE_SECONDS = 30.0  # more than its grace period: then the node of a pod does
 _PAGE = 500
 _TEXT = 300  # characters of a message that a line repeats
 _NAMESPACE_FILE = Path("/var/run/secrets/kubernetes.io/serviceaccount/namespace")
-_STARTING = ("ContainerCreating", "PodInitializing")
+_STARTING = ("ContainerCreating", "PodInitializing", "Pending")
+PHASES_OVER = ("Succeeded", "Failed")
 _METADATA_ONLY = "application/json;as=PartialObjectMetadata;g=meta.k8s.io;v=v1"
 _VERBS = {"POST": "create", "DELETE": "delete", "GET": "get"}
 
 
 class RequestRefused(Mistake):
-    """The API server refused a request; `status` is that of HTTP."""
+    """The API server refused a request."""
 
-    def __init__(self, status: int, message: str) -> None:
-        super().__init__(message)
-        self.status = status
+
+class Missing(RequestRefused):
+    """There is no such object, or no such kind of objects in this cluster."""
+
+
+class Forbidden(RequestRefused):
+    """This user may not do that."""
+
+
+class Exists(RequestRefused):
+    """There is an object of that name."""
+
+
+_REFUSALS = {403: Forbidden, 404: Missing, 409: Exists}  # by the status of HTTP
+
+
+def field(document: Document, *names: str) -> Any:
+    """Return a field of an object, or of an object in it; None if one of them is not there."""
+    value: Any = document
+    for name in names:
+        value = (value or {}).get(name)
+    return value
 
 
 @dataclass(frozen=True)
@@ -92,72 +113,53 @@ class Cluster:
         except ImportError:
             raise Mistake(f"Kubernetes needs its client; run `{install_command('kubernetes')}`") from None
         self.configuration = Configuration()
-        found = _configure(self.configuration, context)
+        configured = _configure(self.configuration, context)
         self.configuration.retries = False  # of urllib3: `ask` does it, with pauses
-        self.context, self.namespace = context, namespace or found
+        self.context, self.namespace = context, namespace or configured
         self.name = f"namespace {self.namespace}" + (f" of {context}" if context else "")
         self._client = RESTClientObject(self.configuration)
 
-    def list(self, kind: Kind, **query: str) -> builtins.list[Document]:
-        found: builtins.list[Document] = []
-        more = ""
+    def objects(self, kind: Kind, **query: str) -> list[Document]:
+        documents: list[Document] = []
+        token = ""
         while True:
-            page = {**query, "limit": str(_PAGE), **({"continue": more} if more else {})}
+            page = {**query, "limit": str(_PAGE), **({"continue": token} if token else {})}
             answer = self.ask("GET", kind, query=page, verb="list")
-            found += answer.get("items") or []
-            more = (answer.get("metadata") or {}).get("continue") or ""
-            if not more:
-                return found
+            documents += answer.get("items") or []
+            token = field(answer, "metadata", "continue") or ""
+            if not token:
+                return documents
 
-    def find(self, kind: Kind, name: str) -> Document | None:
+    def find(self, kind: Kind, name: str, accept: str = "application/json") -> Document | None:
         try:
-            return self.ask("GET", kind, name)
-        except RequestRefused as refused:
-            if refused.status == 404:
-                return None
-            raise
+            return self.ask("GET", kind, name, accept=accept)
+        except Missing:
+            return None
 
-    def sees(self, kind: Kind, name: str) -> bool:
-        """True if there is such an object. Its content is not read."""
-        try:
-            self.ask("GET", kind, name, accept=_METADATA_ONLY)
-        except RequestRefused as refused:
-            if refused.status == 404:
-                return False
-            raise
-        return True
-
-    def lacks(self, kind: Kind, name: str) -> bool:
-        """True if there is no such object; False also if this user may not look."""
-        try:
-            return not self.sees(kind, name)
-        except RequestRefused as refused:
-            if refused.status == 403:
-                return False
-            raise
+    def has(self, kind: Kind, name: str) -> bool:
+        """True if there is such an object. Its content is not read: it may be a secret."""
+        return self.find(kind, name, _METADATA_ONLY) is not None
 
     def version(self) -> str:
         """Return the version of the API server, such as `v1.29.1`."""
         status, answer = self._answer("GET", "/version", None, "application/json")
         if status != 200:
-            raise RequestRefused(status, self._explain(status, answer, "get the version", NAMESPACES, None))
+            raise self._refusal(status, answer, "get the version", NAMESPACES, None)
         return short(str(answer.get("gitVersion") or "unknown"))
 
     def may(self, verb: str, group: str, resource: str) -> bool:
         """True if this user may do that in the namespace, as the cluster itself judges."""
-        name, _, part = resource.partition("/")
-        wanted = {"namespace": self.namespace, "verb": verb, "group": group, "resource": name, "subresource": part}
+        name, _, subresource = resource.partition("/")
+        right = {"namespace": self.namespace, "verb": verb, "group": group, "resource": name}
+        right["subresource"] = subresource
         review = {"apiVersion": _REVIEWS.group, "kind": "SelfSubjectAccessReview"}
-        answer = self.ask("POST", _REVIEWS, body={**review, "spec": {"resourceAttributes": wanted}})
-        return bool((answer.get("status") or {}).get("allowed"))
+        answer = self.ask("POST", _REVIEWS, body={**review, "spec": {"resourceAttributes": right}})
+        return bool(field(answer, "status", "allowed"))
 
     def delete(self, kind: Kind, name: str, **options: Any) -> None:
         """Ask for the deletion; what is gone already is no error."""
-        try:
+        with suppress(Missing):
             self.ask("DELETE", kind, name, {"apiVersion": "v1", "kind": "DeleteOptions", **options})
-        except RequestRefused as refused:
-            if refused.status != 404:
-                raise
 
     def ask(
         self,
@@ -171,14 +173,14 @@ class Cluster:
     ) -> Document:
         """Return the server's answer. What may only be a bad moment of it is tried again for some seconds."""
         path = kind.path(self.namespace, name) + (f"?{urlencode(query)}" if query else "")
-        what = f"{verb or _VERBS[method]} {kind.full_name}"
+        action = f"{verb or _VERBS[method]} {kind.full_name}"
         backoff = Backoff(0.3, 4.0, limit_seconds=_RETRY_SECONDS)
         while True:
             status, answer = self._answer(method, path, body, accept)
             if 200 <= status < 300:
                 return answer
             if not (status in (0, 408, 429) or status >= 500) or not backoff.wait():
-                raise RequestRefused(status, self._explain(status, answer, what, kind, name))
+                raise self._refusal(status, answer, action, kind, name)
 
     def _answer(self, method: str, path: str, body: Document | None, accept: str) -> tuple[int, Document]:
         """Return the status, 0 if there was no answer, and the object; an error is an object, too."""
@@ -186,8 +188,8 @@ class Cluster:
         from urllib3.exceptions import HTTPError
 
         headers = {"Accept": accept, "Content-Type": "application/json", "User-Agent": "packtrain"}
-        for way in self.configuration.auth_settings().values():  # asks again for a login that expires
-            headers[way["key"]] = way["value"]
+        for login in self.configuration.auth_settings().values():  # asks again for one that expires
+            headers[login["key"]] = login["value"]
         url = self.configuration.host.rstrip("/") + path
         try:
             response = self._client.request(method, url, headers=headers, body=body, _request_timeout=_ANSWER_SECONDS)
@@ -203,20 +205,22 @@ class Cluster:
             answer = {"message": data if isinstance(data, str) else data.decode(errors="replace")}
         return status, answer if isinstance(answer, dict) else {}
 
-    def _explain(self, status: int, answer: Document, what: str, kind: Kind, name: str | None) -> str:
-        """Return one line: what is wrong, and what to do."""
-        said = short(str(answer.get("message") or "")) or f"HTTP status {status}"
+    def _refusal(self, status: int, answer: Document, action: str, kind: Kind, name: str | None) -> RequestRefused:
+        """Return an error of one line: what is wrong, and what to do."""
+        message = short(str(answer.get("message") or "")) or f"HTTP status {status}"
         where = f"in {self.name}" if kind.is_namespaced else f"of {self.context or 'the cluster'}"
+        host = self.configuration.host
+        text = f"the cluster refuses to {action} {where}: {message}"
         if status == 0:
-            return f"the cluster at {self.configuration.host} does not answer ({said}); check the context and the VPN"
-        if status == 401:
-            return f"the cluster at {self.configuration.host} rejects this login; try `kubectl get pods`, and log in"
-        if status == 403 and "cannot" in said:  # otherwise it is a quota or a policy, which says so itself
-            who = re.search(r'[Uu]ser "([^"]*)"', said)
-            return f"{who[1] if who else 'this user'} may not {what} {where}; {ROLE_ADVICE}"
-        if status == 404 and name is None and re.search(r"namespaces? .*not found", said):
-            return f"there is no {self.name}; create it, or set fleet.kubernetes.namespace"
-        return f"the cluster refuses to {what} {where}: {said}"
+            text = f"the cluster at {host} does not answer ({message}); check the context and the VPN"
+        elif status == 401:
+            text = f"the cluster at {host} rejects this login; try `kubectl get pods`, and log in"
+        elif status == 403 and "cannot" in message:  # otherwise it is a quota or a policy, which says so itself
+            user = re.search(r'[Uu]ser "([^"]*)"', message)
+            text = f"{user[1] if user else 'this user'} may not {action} {where}; {ROLE_ADVICE}"
+        elif status == 404 and name is None and re.search(r"namespaces? .*not found", message):
+            text = f"there is no {self.name}; create it, or set fleet.kubernetes.namespace"
+        return _REFUSALS.get(status, RequestRefused)(text)
 
 
 def config_files() -> str:
@@ -249,8 +253,8 @@ def _configure(configuration: Any, context: str | None) -> str:
         # The client expects a file as kubectl writes it, and stumbles over any other one.
         fault = "cannot be read" if isinstance(error, OSError) else "is not a kubeconfig"
         raise Mistake(f"{files}: {fault} ({short(str(error))}); see `kubectl config view`") from None
-    chosen = active if context is None else next(one for one in contexts if one["name"] == context)
-    return str((chosen.get("context") or {}).get("namespace") or "default")
+    chosen = active if context is None else next(entry for entry in contexts if entry["name"] == context)
+    return str(field(chosen, "context", "namespace") or "default")
 
 
 def _cause(error: BaseException) -> str:
@@ -278,29 +282,27 @@ class Namespace(Provider):
 
     def resources(self, label: str | None) -> list[Resource]:
         selector = LABEL if label is None else f"{LABEL}={label}"
-        found = []
+        resources = []
         for kind in (*_OPERATORS, JOBS, PODS):
             if kind in self._absent:
                 continue
             try:
-                listed = self.cluster.list(kind, labelSelector=selector)
-            except RequestRefused as refused:
-                if kind in _OPERATORS and refused.status in (403, 404):
-                    self._absent.add(kind)
-                    continue
-                raise
-            found += [self._resource(kind, one) for one in listed]
-        return found
+                documents = self.cluster.objects(kind, labelSelector=selector)
+            except (Forbidden, Missing):
+                if kind not in _OPERATORS:
+                    raise
+                self._absent.add(kind)
+                continue
+            resources += [self._resource(kind, document["metadata"]) for document in documents]
+        return resources
 
-    def _resource(self, kind: Kind, one: Document) -> Resource:
-        metadata = one["metadata"]
-        marks, label = metadata.get("annotations") or {}, metadata["labels"][LABEL]
-        said = {"run": RUN, "store": STORE, "owner": OWNER, "expires": EXPIRES}
-        words = {field: short(marks.get(mark, "")) for field, mark in said.items()}
+    def _resource(self, kind: Kind, metadata: Document) -> Resource:
+        annotations, marks = metadata.get("annotations") or {}, (RUN, STORE, OWNER, EXPIRES)
         if kind is PODS and metadata.get("deletionTimestamp"):
             grace = float(metadata.get("deletionGracePeriodSeconds") or 0)
             self._ending.setdefault(metadata["uid"], self._clock() + grace + _FORCE_SECONDS)
-        return Resource(kind.word, metadata["name"], self.place, label, **words)
+        words = (short(annotations.get(mark, "")) for mark in marks)
+        return Resource(kind.word, metadata["name"], self.place, metadata["labels"][LABEL], *words)
 
     def delete(self, resource: Resource) -> None:
         kind = next(kind for kind in (*_OPERATORS, JOBS, PODS) if kind.word == resource.kind)
@@ -324,70 +326,62 @@ class Namespace(Provider):
 
 def is_ending(job: Document) -> bool:
     """True if a Job creates no more pods: it has ended, is being deleted, or one of its pods has succeeded."""
-    succeeded = (job.get("status") or {}).get("succeeded") or 0
+    succeeded = field(job, "status", "succeeded") or 0
     return ending_of(job) is not None or "deletionTimestamp" in job["metadata"] or succeeded > 0
 
 
 def ending_of(job: Document) -> str | None:
     """Return how a Job ended; None while it may still create pods."""
-    for condition in (job.get("status") or {}).get("conditions") or ():
+    for condition in field(job, "status", "conditions") or ():
         if condition.get("type") in ("Complete", "Failed") and condition.get("status") == "True":
-            said = short(condition.get("message") or "")
+            message = short(condition.get("message") or "")
             reason = condition.get("reason") or ""
-            why = f" ({reason}: {said})" if said and condition["type"] == "Failed" else ""
+            why = f" ({reason}: {message})" if message and condition["type"] == "Failed" else ""
             return f"{condition['type']}{why}"
     return None
 
 
-def is_over(pod: Document) -> bool:
-    return (pod.get("status") or {}).get("phase") in ("Succeeded", "Failed")
-
-
-def address_of(pod: Document) -> str | None:
-    return (pod.get("status") or {}).get("podIP")
+def phase_of(pod: Document) -> str:
+    return str(field(pod, "status", "phase") or "Pending")
 
 
 def state_of_pod(pod: Document, events: Callable[[], Sequence[Document]]) -> str:
     """Return the state of a pod in kubectl's words, with the reason. `events` are asked for only if needed."""
-    status = pod.get("status") or {}
-    phase = str(status.get("phase") or "Pending")
-    statuses = status.get("containerStatuses") or ()
-    container: Document = next((one for one in statuses if one.get("name") == CONTAINER), {})
-    state = container.get("state") or {}
-    if is_over(pod):
-        return _end_of(status, phase, state.get("terminated") or {})
-    conditions = {one["type"]: one for one in status.get("conditions") or ()}
-    if state.get("running"):
+    containers = field(pod, "status", "containerStatuses") or ()
+    container: Document = next((container for container in containers if container.get("name") == CONTAINER), {})
+    if phase_of(pod) in PHASES_OVER:
+        return _end_of(pod, field(container, "state", "terminated") or {})
+    conditions = {condition["type"]: condition for condition in field(pod, "status", "conditions") or ()}
+    is_running, is_deleted = field(container, "state", "running"), pod["metadata"].get("deletionTimestamp")
+    if is_running or is_deleted:
         # Pods have no readiness check: one that runs and is not ready is on a node that the cluster has lost.
-        silent = conditions.get("Ready", {}).get("status") == "False" and container.get("ready")
-        word = "Terminating" if pod["metadata"].get("deletionTimestamp") else "Running"
-        return f"{word} (its node does not answer)" if silent or status.get("reason") == "NodeLost" else word
-    if pod["metadata"].get("deletionTimestamp"):
-        return "Terminating"
-    if (scheduled := conditions.get("PodScheduled", {})).get("status") == "False":
+        is_unready = field(conditions, "Ready", "status") == "False" and container.get("ready")
+        is_lost = is_running and (is_unready or field(pod, "status", "reason") == "NodeLost")
+        return ("Terminating" if is_deleted else "Running") + (" (its node does not answer)" if is_lost else "")
+    scheduled = conditions.get("PodScheduled", {})
+    if scheduled.get("status") == "False":
         return _with(scheduled.get("reason") or "Unschedulable", scheduled.get("message"))
-    waiting = state.get("waiting") or {}
-    reason = waiting.get("reason") or phase
-    if reason in _STARTING or reason == "Pending":
-        return _with(reason, _warning(events()))  # such as a volume that cannot be mounted
-    if reason == "ImagePullBackOff":  # what the registry said is in an event
-        return _with(reason, _warning(events(), "Failed") or waiting.get("message"))
-    return _with(reason, waiting.get("message"))
+    waiting = field(container, "state", "waiting") or {}
+    reason, message = waiting.get("reason") or phase_of(pod), waiting.get("message")
+    if reason in _STARTING:
+        message = _warning(events())  # such as a volume that cannot be mounted
+    elif reason == "ImagePullBackOff":  # what the registry said is in an event
+        message = _warning(events(), "Failed") or message
+    return _with(reason, message)
 
 
-def _end_of(status: Document, phase: str, ended: Document) -> str:
+def _end_of(pod: Document, terminated: Document) -> str:
+    phase, reason = phase_of(pod), field(pod, "status", "reason")
     if phase == "Succeeded":
         return phase
-    if status.get("reason"):  # Evicted, DeadlineExceeded, NodeLost
-        return _with(str(status["reason"]), status.get("message"))
-    code = ended.get("exitCode")
-    word = ended.get("reason") or "Error"
-    if word == "OOMKilled":
+    if reason:  # Evicted, DeadlineExceeded, NodeLost
+        return _with(str(reason), field(pod, "status", "message"))
+    if terminated.get("reason") == "OOMKilled":
         return "OOMKilled (its memory limit is too small)"
-    last = next((line for line in reversed((ended.get("message") or "").splitlines()) if line.strip()), "")
-    said = short(last.removeprefix("packtrain: "))
-    why = f"exit code {code}" + (f": {said}" if said else "")
-    return f"Failed ({why})" if code is not None else phase
+    if (code := terminated.get("exitCode")) is None:
+        return phase
+    message = short(last_line(terminated.get("message") or ""))
+    return f"Failed (exit code {code}" + (f": {message})" if message else ")")
 
 
 def _with(word: str, message: str | None) -> str:
@@ -396,14 +390,14 @@ def _with(word: str, message: str | None) -> str:
 
 def _warning(events: Sequence[Document], reason: str | None = None) -> str | None:
     """Return the message of the latest warning that says more than that it is tried again."""
-    told = [
+    warnings = [
         event
         for event in events
         if event.get("type") == "Warning" and (reason is None or event.get("reason") == reason)
     ]
-    told.sort(key=lambda event: event.get("lastTimestamp") or event.get("eventTime") or "")
-    texts = [str(event.get("message") or "") for event in told]
-    return next((text for text in reversed(texts) if text and not text.startswith(("Back-off", "Error: "))), None)
+    warnings.sort(key=lambda event: event.get("lastTimestamp") or event.get("eventTime") or "")
+    texts = (str(event.get("message") or "") for event in reversed(warnings))
+    return next((text for text in texts if text and not text.startswith(("Back-off", "Error: "))), None)
 
 
 def job_machine(job: Document, waiting: str) -> Machine:

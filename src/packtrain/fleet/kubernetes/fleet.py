@@ -9,7 +9,6 @@ with a code other than 0: only a run that has its result ends the Job.
 from __future__ import annotations
 
 import argparse
-import builtins
 import os
 import select
 import shutil
@@ -28,15 +27,17 @@ from pydantic import BeforeValidator, Field
 
 from packtrain.backoff import Backoff
 from packtrain.errors import Mistake, PacktrainError
-from packtrain.fleet.cloud import CloudFleet, Provider, label_of
+from packtrain.fleet.cloud import CloudBuilder, CloudFleet, Provider, label_of
 from packtrain.fleet.fleet import (
+    CancelsQueued,
     Check,
-    Fleet,
+    HasManifests,
+    HasQueue,
+    HasShell,
     LaunchPlan,
     Machine,
     Python,
     Say,
-    Target,
     Word,
     missing_package,
     passed_variables,
@@ -47,16 +48,19 @@ from packtrain.fleet.kubernetes.checks import check_named, check_nodes, check_st
 from packtrain.fleet.kubernetes.cluster import (
     EVENTS,
     JOBS,
+    PHASES_OVER,
     PODS,
     Cluster,
+    Exists,
+    Forbidden,
     Namespace,
     RequestRefused,
-    address_of,
     ending_of,
+    field,
     has_access,
     is_ending,
-    is_over,
     job_machine,
+    phase_of,
     state_of_pod,
     stuck,
 )
@@ -73,7 +77,6 @@ from packtrain.fleet.kubernetes.manifests import (
     role,
 )
 from packtrain.job import Job
-from packtrain.job.kinds import FleetKind
 from packtrain.job.part import (
     Boolean,
     Count,
@@ -136,7 +139,7 @@ class MountSettings(Part):
     read_only: Boolean = False
 
     def faults(self) -> Iterator[tuple[Location, str]]:
-        if sum(one is not None for one in (self.claim, self.nfs, self.host)) != 1:
+        if sum(source is not None for source in (self.claim, self.nfs, self.host)) != 1:
             yield (), "must have one of claim, nfs and host"
 
 
@@ -148,7 +151,7 @@ class TolerationSettings(Part):
     effect: Literal["NoSchedule", "PreferNoSchedule", "NoExecute"] | None = None
 
 
-class KubernetesSettings(FleetKind):
+class KubernetesSettings(CloudBuilder):
     """Pods of a Kubernetes cluster, one per machine; `resources` are those of one.
 
     `grace` is the time from SIGTERM to SIGKILL, `keep` how long an ended Job stays for a look, `wait` how long pods may
@@ -197,7 +200,7 @@ class KubernetesSettings(FleetKind):
             if path in paths[:number]:
                 yield ("mounts", number, "path"), "is that of another mount"
 
-    def build(self) -> Fleet:
+    def build(self) -> KubernetesFleet:
         return KubernetesFleet(self)
 
     @classmethod
@@ -217,13 +220,13 @@ class KubernetesSettings(FleetKind):
         return [Namespace(Cluster(namespace=place)) for place in places or (None,)]
 
 
-class KubernetesFleet(CloudFleet):
+class KubernetesFleet(CloudFleet, HasManifests, HasQueue, CancelsQueued, HasShell):
     formats = FORMATS
 
     def __init__(self, settings: KubernetesSettings) -> None:
         self._settings = settings
 
-    def plan(self, run: Run) -> builtins.list[LaunchPlan]:
+    def plan(self, run: Run) -> list[LaunchPlan]:
         check_store(run.store, self._settings)  # for a dry run, too
         where = [f"--context={self._settings.context}"] if self._settings.context else []
         where += [f"--namespace={self._settings.namespace}"] if self._settings.namespace else []
@@ -287,26 +290,23 @@ class KubernetesFleet(CloudFleet):
 
     def cancel_queued(self, run: Run) -> None:
         """Delete the Job if none of its pods has started."""
-        cluster = self._cluster()
-        pods = cluster.list(PODS, labelSelector=f"{LABEL}={label_of(run)}")
-        if not any((pod.get("status") or {}).get("phase") == "Running" for pod in pods):
+        if not any(phase_of(pod) == "Running" for pod in _pods_of(self._cluster(), run)):
             self.end(run)
 
     # Look.
 
-    def list(self, run: Run) -> builtins.list[Machine]:
+    def machines(self, run: Run) -> list[Machine]:
         return _machines(self._cluster(), run)
 
     def queue(self, run: Run) -> str | None:
         try:
-            return states_of(self.list(run)) or None
+            return states_of(self.machines(run)) or None
         except PacktrainError:
             return None  # the cluster does not answer; the store still does
 
     def shell(self, run: Run, machine: str | None) -> tuple[str, ...]:
         cluster = self._cluster()
-        pods = cluster.list(PODS, labelSelector=f"{LABEL}={label_of(run)}")
-        running = [pod for pod in pods if (pod.get("status") or {}).get("phase") == "Running"]
+        running = [pod for pod in _pods_of(cluster, run) if phase_of(pod) == "Running"]
         if not running:
             raise Mistake(f"{run.name}: no pod is running; `packtrain ls` says what they wait for")
         name = _chosen(run, running, machine)
@@ -315,9 +315,6 @@ class KubernetesFleet(CloudFleet):
         if shutil.which("kubectl") is None:
             return (sys.executable, "-P", "-m", __name__, "exec", *where, name)
         return ("kubectl", *where, "exec", "-it", name, "-c", CONTAINER, "--", *_SHELL)
-
-    def targets(self) -> builtins.list[Target]:
-        return []
 
     def checks(self, store: Store | None) -> Iterator[Check]:
         yield from launch_checks(self._cluster, self._settings, store)
@@ -328,8 +325,8 @@ def _warn_about_store(store: Store, settings: KubernetesSettings, say: Say) -> N
     host = urlsplit(settings.variables.get("AWS_ENDPOINT_URL") or store.endpoint or "").hostname or ""
     if host in ("localhost", "::1") or host.startswith("127."):
         say(f"the store's endpoint {store.endpoint} is this machine's own; pods may not reach it")
-    given = {settings.store_secret, settings.service_account} != {None} or settings.secrets
-    if set(passed_variables((), store.url)) - set(PLAIN_VARIABLES) and not given:
+    has_keys = {settings.store_secret, settings.service_account} != {None} or settings.secrets
+    if set(passed_variables((), store.url)) - set(PLAIN_VARIABLES) and not has_keys:
         say("pods do not get this machine's keys for the store; set store_secret or service_account if they need any")
 
 
@@ -344,71 +341,61 @@ def _create(cluster: Cluster, document: Document, run: Run, say: Say) -> None:
     name = document["metadata"]["name"]
     backoff = Backoff(0.5, 5.0, limit_seconds=_REPLACE_SECONDS)
     while True:
-        try:
+        with suppress(Exists):
             cluster.ask("POST", JOBS, body=document)
             say(f"created Job {name} in {cluster.name}; see `kubectl describe job {name}`")
             return
-        except RequestRefused as refused:
-            if refused.status != 409:
-                raise
-        there = cluster.find(JOBS, name)
-        if there is None:
+        former = cluster.find(JOBS, name)
+        if former is None:
             continue  # deleted meanwhile
-        metadata = there["metadata"]
-        if (metadata.get("labels") or {}).get(LABEL) != label_of(run):
+        if field(former, "metadata", "labels", LABEL) != label_of(run):
             raise Mistake(f"the name {name} is already in use in {cluster.name}; delete that Job, or rename yours")
-        same = (metadata.get("annotations") or {}).get(CODE) == run.code_digest
-        if same and not is_ending(there):
+        same = field(former, "metadata", "annotations", CODE) == run.code_digest
+        if same and not is_ending(former):
             say(f"Job {name} is already there; nothing was created")
             return
-        if not metadata.get("deletionTimestamp"):
+        if not former["metadata"].get("deletionTimestamp"):
             cluster.delete(JOBS, name, propagationPolicy="Foreground")
         if not backoff.wait():
             raise PacktrainError(f"the previous Job {name} is still there; run `{run.command('down')}`")
 
 
+def _pods_of(cluster: Cluster, run: Run) -> list[Document]:
+    return cluster.objects(PODS, labelSelector=f"{LABEL}={label_of(run)}")
+
+
 def _machines(cluster: Cluster, run: Run) -> list[Machine]:
     """Return the pods that are or will be there; without any, the Job, which says why or creates others soon."""
-    name = label_of(run)
-    job = cluster.find(JOBS, name)
-    pods = cluster.list(PODS, labelSelector=f"{LABEL}={name}")
-    pods.sort(key=lambda pod: pod["metadata"].get("creationTimestamp") or "")
-    live = [pod for pod in pods if not is_over(pod)]
-    found = [Machine(pod["metadata"]["name"], _state(cluster, pod)) for pod in live]
-    if found or job is None:
-        return found
-    ended = [_state(cluster, pod) for pod in pods if (pod.get("status") or {}).get("phase") == "Failed"]
+    job = cluster.find(JOBS, label_of(run))
+    pods = sorted(_pods_of(cluster, run), key=lambda pod: pod["metadata"].get("creationTimestamp") or "")
+
+    def state(pod: Document) -> str:
+        return state_of_pod(pod, lambda: _events(cluster, f"involvedObject.name={pod['metadata']['name']}"))
+
+    live = [Machine(pod["metadata"]["name"], state(pod)) for pod in pods if phase_of(pod) not in PHASES_OVER]
+    if live or job is None:
+        return live
+    ended = [state(pod) for pod in pods if phase_of(pod) == "Failed"]
     last = f"; the last one: {ended[-1]}" if ended else ""
     if ending_of(job) is not None:
         machine = job_machine(job, "")
         return [Machine(machine.name, machine.state + last, is_over=True)]
-    if (job.get("spec") or {}).get("suspend"):
-        queue = (job["metadata"].get("labels") or {}).get(QUEUE_LABEL)
+    if field(job, "spec", "suspend"):
+        queue = field(job, "metadata", "labels", QUEUE_LABEL)
         return [job_machine(job, f"Suspended (in queue {queue})" if queue else "Suspended")]
-    if not pods and (why := _why_no_pods(cluster, name)):
-        return [job_machine(job, f"FailedCreate ({why})")]
+    if not pods:  # such as a quota, or a service account that does not exist
+        events = _events(cluster, f"involvedObject.name={label_of(run)},reason=FailedCreate")
+        if why := next((str(event.get("message")) for event in reversed(events)), None):
+            return [job_machine(job, f"FailedCreate ({why})")]
     return [job_machine(job, f"waiting for new pods{last}")]
-
-
-def _state(cluster: Cluster, pod: Document) -> str:
-    selector = f"involvedObject.name={pod['metadata']['name']}"
-    return state_of_pod(pod, lambda: _events(cluster, selector))
 
 
 def _events(cluster: Cluster, selector: str) -> list[Document]:
     """Return events about an object; none if this person may not list them, since they only explain."""
     try:
-        return cluster.list(EVENTS, fieldSelector=selector)
-    except RequestRefused as refused:
-        if refused.status == 403:
-            return []
-        raise
-
-
-def _why_no_pods(cluster: Cluster, job: str) -> str | None:
-    """Return why a Job creates no pods, such as a quota or a service account that does not exist."""
-    events = _events(cluster, f"involvedObject.name={job},reason=FailedCreate")
-    return next((str(event.get("message")) for event in reversed(events)), None)
+        return cluster.objects(EVENTS, fieldSelector=selector)
+    except Forbidden:
+        return []
 
 
 def _chosen(run: Run, pods: Sequence[Document], machine: str | None) -> str:
@@ -418,7 +405,8 @@ def _chosen(run: Run, pods: Sequence[Document], machine: str | None) -> str:
         return names[0]
     lease = run.lease(machine)
     for name, pod in zip(names, pods, strict=True):
-        if machine in (name, pod["spec"].get("nodeName")) or (lease is not None and lease.address == address_of(pod)):
+        is_lease_of = lease is not None and lease.address == field(pod, "status", "podIP")
+        if machine in (name, pod["spec"].get("nodeName")) or is_lease_of:
             return name
     raise Mistake(f"{run.name}: no pod {machine!r} is running; there are {', '.join(names)}")
 

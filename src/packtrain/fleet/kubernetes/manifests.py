@@ -21,7 +21,7 @@ from packtrain.run.run import Run
 from packtrain.system import this_client
 
 if TYPE_CHECKING:
-    from packtrain.fleet.kubernetes.fleet import KubernetesSettings, MountSettings, TolerationSettings
+    from packtrain.fleet.kubernetes.fleet import KubernetesSettings
 
 Document = dict[str, Any]
 
@@ -70,8 +70,10 @@ class _PlainDumper(yaml.SafeDumper):
 
 def as_yaml(many: Sequence[Document], short_lists: bool = False) -> str:
     flow = None if short_lists else False
-    texts = (yaml.dump(one, Dumper=_PlainDumper, sort_keys=False, width=120, default_flow_style=flow) for one in many)
-    return "---\n".join(texts)
+    return "---\n".join(
+        yaml.dump(document, Dumper=_PlainDumper, sort_keys=False, width=120, default_flow_style=flow)
+        for document in many
+    )
 
 
 def role(namespace: str, form: str = "job") -> Document:
@@ -118,10 +120,10 @@ def _marks(run: Run, settings: KubernetesSettings, seconds: float | None = None)
 
 
 def _job_spec(run: Run, settings: KubernetesSettings, seconds: float | None) -> Document:
-    most = settings.machines.most
+    count = settings.machines.most
     spec: Document = {
-        "parallelism": most,
-        "backoffLimit": max(_MIN_BACKOFF_LIMIT, 10 * most),
+        "parallelism": count,
+        "backoffLimit": max(_MIN_BACKOFF_LIMIT, 10 * count),
         "ttlSecondsAfterFinished": int(settings.keep.value),
     }
     if seconds is not None:
@@ -180,28 +182,28 @@ def _pod_spec(run: Run, settings: KubernetesSettings, seconds: float | None) -> 
 
 def _placement(run: Run, settings: KubernetesSettings) -> Document:
     """Return on which nodes of the cluster pods run, as whom, and how they are connected."""
-    found: Document = {}
+    placement: Document = {}
     if settings.node_selector:
-        found["nodeSelector"] = dict(settings.node_selector)
+        placement["nodeSelector"] = dict(settings.node_selector)
     if settings.spread != "none":
         term = {"labelSelector": {"matchLabels": {LABEL: label_of(run)}}, "topologyKey": "kubernetes.io/hostname"}
         if settings.spread == "required":
             rule: Document = {"requiredDuringSchedulingIgnoredDuringExecution": [term]}
         else:
             rule = {"preferredDuringSchedulingIgnoredDuringExecution": [{"weight": 100, "podAffinityTerm": term}]}
-        found["affinity"] = {"podAntiAffinity": rule}
+        placement["affinity"] = {"podAntiAffinity": rule}
     if settings.priority_class is not None:
-        found["priorityClassName"] = settings.priority_class
+        placement["priorityClassName"] = settings.priority_class
     if settings.service_account is None:
-        found["automountServiceAccountToken"] = False  # a run does not talk to the cluster
+        placement["automountServiceAccountToken"] = False  # a run does not talk to the cluster
     else:
-        found["serviceAccountName"] = settings.service_account
+        placement["serviceAccountName"] = settings.service_account
     if settings.pull_secrets:
-        found["imagePullSecrets"] = [{"name": name} for name in settings.pull_secrets]
+        placement["imagePullSecrets"] = [{"name": name} for name in settings.pull_secrets]
     if settings.host_network:
-        found["hostNetwork"] = True
-        found["dnsPolicy"] = "ClusterFirstWithHostNet"
-    return found
+        placement["hostNetwork"] = True
+        placement["dnsPolicy"] = "ClusterFirstWithHostNet"
+    return placement
 
 
 def _security(settings: KubernetesSettings) -> Document:
@@ -217,19 +219,20 @@ def _security(settings: KubernetesSettings) -> Document:
 
 
 def _tolerations(settings: KubernetesSettings) -> list[Document]:
-    found = [_toleration(one) for one in settings.tolerations]
+    tolerations: list[Document] = []
+    for toleration in settings.tolerations:
+        operator = (
+            {"operator": "Exists"} if toleration.value is None else {"operator": "Equal", "value": toleration.value}
+        )
+        key = {} if toleration.key is None else {"key": toleration.key}
+        tolerations.append(key | operator | ({} if toleration.effect is None else {"effect": toleration.effect}))
     # Nodes with special hardware are commonly tainted with its name, to keep other pods away.
-    found += [{"key": name, "operator": "Exists", "effect": "NoSchedule"} for name in settings.resources if "/" in name]
+    special = [name for name in settings.resources if "/" in name]
+    tolerations += [{"key": name, "operator": "Exists", "effect": "NoSchedule"} for name in special]
     for state in ("not-ready", "unreachable"):
         lost = {"operator": "Exists", "effect": "NoExecute", "tolerationSeconds": _LOST_SECONDS}
-        found.append({"key": f"node.kubernetes.io/{state}", **lost})
-    return found
-
-
-def _toleration(one: TolerationSettings) -> Document:
-    found: Document = {} if one.key is None else {"key": one.key}
-    found |= {"operator": "Exists"} if one.value is None else {"operator": "Equal", "value": one.value}
-    return found if one.effect is None else {**found, "effect": one.effect}
+        tolerations.append({"key": f"node.kubernetes.io/{state}", **lost})
+    return tolerations
 
 
 def _environment(run: Run, settings: KubernetesSettings) -> list[Document]:
@@ -245,11 +248,11 @@ def _environment(run: Run, settings: KubernetesSettings) -> list[Document]:
         "HOME": _SCRATCH,
         **settings.variables,
     }
-    found: list[Document] = [{"name": name, "value": value} for name, value in plain.items()]
+    variables: list[Document] = [{"name": name, "value": value} for name, value in plain.items()]
     for name, reference in settings.secrets.items():
         secret, _, key = reference.partition("/")
-        found.append({"name": name, "valueFrom": {"secretKeyRef": {"name": secret, "key": key}}})
-    return found
+        variables.append({"name": name, "valueFrom": {"secretKeyRef": {"name": secret, "key": key}}})
+    return variables
 
 
 def _volumes(settings: KubernetesSettings) -> tuple[list[Document], list[Document]]:
@@ -263,25 +266,21 @@ def _volumes(settings: KubernetesSettings) -> tuple[list[Document], list[Documen
         {"name": "shared-memory", "mountPath": "/dev/shm"},  # noqa: S108 - workers pass batches through it
     ]
     for number, mount in enumerate(settings.mounts):
-        name = f"mount-{number}"
-        volumes.append({"name": name, **_source(mount)})
-        mounts.append({"name": name, "mountPath": mount.path, **({"readOnly": True} if mount.read_only else {})})
+        name, only = f"mount-{number}", {"readOnly": True} if mount.read_only else {}
+        source: Document = {"hostPath": {"path": mount.host, "type": "Directory"}}
+        if mount.claim is not None:
+            source = {"persistentVolumeClaim": {"claimName": mount.claim, **only}}
+        elif mount.nfs is not None:
+            server, _, path = mount.nfs.partition(":/")  # an address of IPv6 has colons, too, and so may a path
+            source = {"nfs": {"server": server, "path": f"/{path}", **only}}
+        volumes.append({"name": name, **source})
+        mounts.append({"name": name, "mountPath": mount.path, **only})
     return volumes, mounts
-
-
-def _source(mount: MountSettings) -> Document:
-    if mount.claim is not None:
-        only = {"readOnly": True} if mount.read_only else {}
-        return {"persistentVolumeClaim": {"claimName": mount.claim, **only}}
-    if mount.nfs is not None:
-        server, _, path = mount.nfs.partition(":/")  # an address of IPv6 has colons, too, and so may a path
-        return {"nfs": {"server": server, "path": f"/{path}", **({"readOnly": True} if mount.read_only else {})}}
-    return {"hostPath": {"path": mount.host, "type": "Directory"}}
 
 
 def is_mounted(path: str, settings: KubernetesSettings) -> bool:
     """True if pods have this directory of the client, too, and can write to it."""
-    return any(PurePosixPath(path).is_relative_to(one.path) for one in settings.mounts if not one.read_only)
+    return any(PurePosixPath(path).is_relative_to(mount.path) for mount in settings.mounts if not mount.read_only)
 
 
 # For operators. Their names are shorter: they append to them, and a pod's name has at most 63 characters.
