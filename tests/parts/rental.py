@@ -20,7 +20,7 @@ import pytest
 
 from packtrain.errors import Mistake, PacktrainError
 from packtrain.fleet.cloud import CloudBuilder, CloudFleet, Provider, Resource, StillInUse, label_of, tags_of
-from packtrain.fleet.fleet import Check, LaunchPlan, Machine, Say, node_arguments
+from packtrain.fleet.fleet import Check, LaunchPlan, Machine, Releases, Say, node_arguments, silent
 from packtrain.job.kinds import FLEETS
 from packtrain.job.part import StorePath
 from packtrain.run.run import Run
@@ -128,7 +128,7 @@ class RentalProvider(Provider):
         return True
 
 
-class RentalFleet(CloudFleet):
+class RentalFleet(CloudFleet, Releases):
     def __init__(self, settings: RentalSettings) -> None:
         self._settings = settings
 
@@ -150,6 +150,9 @@ class RentalFleet(CloudFleet):
     def machines(self, run: Run) -> list[Machine]:
         found = self.provider().resources(label_of(run))
         return [Machine(one.name, "running") for one in found if one.kind == "machine"]
+
+    def release(self, run: Run, say: Say = silent) -> None:
+        """Keep the machines, unless a test replaces this by `give_back`."""
 
     def checks(self, store: Store | None) -> Iterator[Check]:  # noqa: ARG002
         yield from ()
