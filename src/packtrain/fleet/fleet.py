@@ -216,7 +216,7 @@ class HasNotices(ABC):
 
 
 @dataclass(frozen=True)
-class Snapshot:
+class DiskSnapshot:
     """A snapshot of a data disk, which later jobs name in `field`. `is_new`: it is made now; a pack is kept once."""
 
     name: str
@@ -226,7 +226,7 @@ class Snapshot:
 
 class HasVolumes(ABC):
     @abstractmethod
-    def snapshot(self, run: Run, machine: str | None, pack: str | None) -> Snapshot:
+    def snapshot(self, run: Run, machine: str | None, pack: str | None) -> DiskSnapshot:
         """Return a snapshot of the data disk of a machine of the run, or of any."""
 
 

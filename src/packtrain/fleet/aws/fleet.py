@@ -29,6 +29,7 @@ from packtrain.fleet.aws.volumes import DiskSize, VolumeSettings, snapshot_of, v
 from packtrain.fleet.cloud import CloudBuilder, CloudFleet, budget_seconds, label_of, wait_until_left
 from packtrain.fleet.fleet import (
     Check,
+    DiskSnapshot,
     HasNotices,
     HasQueue,
     HasShell,
@@ -38,7 +39,6 @@ from packtrain.fleet.fleet import (
     Python,
     Releases,
     Say,
-    Snapshot,
     Word,
     missing_package,
     silent,
@@ -337,7 +337,7 @@ class AwsFleet(CloudFleet, HasQueue, HasShell, HasNotices, HasVolumes, Releases)
         address = instance.get("PublicIpAddress") or instance["PrivateIpAddress"]
         return ("ssh", "-t", "--", f"{settings.user}@{address}", session_command(run.name))
 
-    def snapshot(self, run: Run, machine: str | None, pack: str | None) -> Snapshot:
+    def snapshot(self, run: Run, machine: str | None, pack: str | None) -> DiskSnapshot:
         if self._settings.volume is None:
             raise Mistake(f"{run.name}: its machines have no volume; set fleet.aws.volume")
         region = self.provider()

@@ -16,7 +16,7 @@ from pydantic import PlainValidator
 
 from packtrain.errors import FieldMistake, Mistake
 from packtrain.fleet.aws.region import AwsRefusal, AwsRegion
-from packtrain.fleet.fleet import Snapshot
+from packtrain.fleet.fleet import DiskSnapshot
 from packtrain.job.part import Location, Ordinal, Part, matching, must_be, text_in_schema
 from packtrain.units import BYTES_PATTERN, Machines, parse_bytes
 
@@ -118,7 +118,7 @@ def snapshot_of(
     used: Collection[str],
     run: str,
     pack: str | None,
-) -> Snapshot:
+) -> DiskSnapshot:
     """Return a snapshot of a volume of a run; of a pack there is only one.
 
     The volume is one that these instances have, or that machines of the run have `used` and that is free now.
@@ -127,7 +127,7 @@ def snapshot_of(
         filters = [{"Name": f"tag:{PACK}", "Values": [pack]}, {"Name": "tag:Name", "Values": [volume.name]}]
         known = region.ask_all("ec2", "describe-snapshots", "Snapshots", OwnerIds=["self"], Filters=filters)
         if good := [one["SnapshotId"] for one in known if one["State"] != "error"]:
-            return Snapshot(good[0], False, f"{_FIELD}.snapshot")
+            return DiskSnapshot(good[0], False, f"{_FIELD}.snapshot")
     # By their name as well: whoever can write the store can write which ones were used.
     named = named_volumes(region, volume.name)
     attached = [one for one in named if any(place["InstanceId"] in instances for place in one.get("Attachments", ()))]
@@ -143,4 +143,4 @@ def snapshot_of(
         Description=f"{volume.name} of {run}",
         TagSpecifications=[{"ResourceType": "snapshot", "Tags": [{"Key": k, "Value": v} for k, v in tags.items()]}],
     )
-    return Snapshot(made["SnapshotId"], True, f"{_FIELD}.snapshot")
+    return DiskSnapshot(made["SnapshotId"], True, f"{_FIELD}.snapshot")
