@@ -22,13 +22,14 @@ from typing import Any
 
 import bench
 import packtrain as pt
+from packtrain.launch.check import pack_data
+from packtrain.launch.load import load
 from packtrain.observe.evidence import gather
 from packtrain.pack.build import PlainProgress
 from packtrain.pack.workers import InProcess
 from packtrain.plan.plan import PlanRequest, make_plan
 from packtrain.report.account import compared
 from packtrain.run.run import open_run
-from packtrain.start import load, pack_data
 from packtrain.store import open_store
 
 DATA = bench.EXAMPLES / "data" / "en-de"

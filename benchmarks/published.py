@@ -19,8 +19,8 @@ from pathlib import Path
 from typing import Any
 
 import bench
+from packtrain.launch.load import load
 from packtrain.plan.plan import PlanRequest, make_plan
-from packtrain.start import load
 
 WITHIN = 0.3
 _DAWN = "dawn.cs.stanford.edu/benchmark, github.com/cybertronai/imagenet18_old"

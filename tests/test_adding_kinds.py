@@ -11,10 +11,11 @@ import pytest
 import packtrain as pt
 from packtrain.errors import Mistake
 from packtrain.job.kinds import EXCHANGES, FLEETS, FORMATS, OPTIMIZERS, SCHEDULES
+from packtrain.launch.check import pack_data
+from packtrain.launch.load import load
 from packtrain.pack.build import PlainProgress
 from packtrain.pack.workers import InProcess
 from packtrain.run.run import Run
-from packtrain.start import load, pack_data
 from packtrain.store import open_store
 
 SHED = """

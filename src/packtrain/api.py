@@ -13,8 +13,13 @@ from packtrain.errors import Mistake, PacktrainError
 from packtrain.export.predict import DecodeOptions, load_predictor
 from packtrain.fleet import release, request_stop
 from packtrain.fleet.down import take_down
-from packtrain.fork import read_name
 from packtrain.job.kinds import FLEETS, FleetKind, word_of
+from packtrain.launch.check import check
+from packtrain.launch.create import create
+from packtrain.launch.load import load
+from packtrain.launch.parent import read_name
+from packtrain.launch.resume import edited_since, reopen
+from packtrain.launch.start import start, wait_until_joined
 from packtrain.observe.history import read_points
 from packtrain.observe.status import Status, read_end
 from packtrain.pack.build import PlainProgress
@@ -27,7 +32,6 @@ from packtrain.run.liveness import State, StateWatch, attempt, state_of, states_
 from packtrain.run.records import LogLine, Point, Result
 from packtrain.run.run import Run, open_run, run_names
 from packtrain.run.trust import Accept, CodeReview
-from packtrain.start import Beginning, create, edited_since, load, reopen, start, wait_until_joined
 from packtrain.store import default_store, open_store
 from packtrain.system import say
 from packtrain.units import counted
@@ -196,8 +200,8 @@ def run(job: str | Path, overrides: Sequence[str] = (), parent: str | None = Non
     `parent` is a checkpoint of another run to start from, as `packtrain run --from` takes it; with `fresh`, only its
     weights are taken.
     """
-    beginning = None if parent is None else Beginning(read_name(parent), fresh)
-    created = create(load(job, overrides), PlainProgress(say), beginning)
+    name = None if parent is None else read_name(parent, fresh=fresh)
+    created = create(check(load(job, overrides), PlainProgress(say), name), lambda label, line: say(f"{label}: {line}"))
     wait_until_joined(created, start(created, tied=False))
     return RunHandle(created)
 

@@ -20,12 +20,12 @@ import packtrain as pt
 from packtrain.cli import FIRST, HIDDEN, PANELS, Commands, app
 from packtrain.cli.common import hints
 from packtrain.errors import NotFound
+from packtrain.launch.load import load
 from packtrain.run import liveness
 from packtrain.run.checkpoint import commit
 from packtrain.run.liveness import node_directory, watch_states
 from packtrain.run.records import LogLine, Result
 from packtrain.run.sweeps import Sweep, SweepPlan, Trial
-from packtrain.start import load
 from packtrain.store import Store
 from parts.command import Packtrain, assert_refused
 from parts.runs import a_generation, a_lease, new_run, recipe_job, write_files

@@ -87,7 +87,7 @@ def test_ctrl_c_ends_a_command_that_follows_with_130_and_says_nothing(tmp_path: 
 @pytest.mark.parametrize(
     ("words", "slow_part"),
     [
-        ("run job.yaml", "packtrain.cli.jobs:prepare_run"),
+        ("run job.yaml", "packtrain.cli.jobs:check"),
         ("run job.yaml", "packtrain.cli.follow:Follower.until_ended"),
         ("resume", "packtrain.cli.jobs:state_of"),
         ("pack job.yaml", "packtrain.cli.jobs:pack_data"),

@@ -18,10 +18,11 @@ from packtrain.cli.template import TEMPLATES, InitRequest, write_job
 from packtrain.cli.toy_data import english, german
 from packtrain.errors import Mistake
 from packtrain.fleet.wheels import own_wheel
+from packtrain.launch.check import pack_data
+from packtrain.launch.load import load
 from packtrain.pack.build import PlainProgress
 from packtrain.pack.workers import InProcess
 from packtrain.recipes import RECIPES
-from packtrain.start import load, pack_data
 from packtrain.store import open_store
 from parts.command import Packtrain, assert_refused
 from parts.runs import write_files

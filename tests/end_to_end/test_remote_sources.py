@@ -12,10 +12,11 @@ import pytest
 
 from pack.pictures import photo
 from pack.rawsets import tar
+from packtrain.launch.check import pack_data
+from packtrain.launch.load import load
 from packtrain.pack.build import PlainProgress
 from packtrain.pack.manifest import Manifest
 from packtrain.pack.workers import InProcess
-from packtrain.start import load, pack_data
 from packtrain.store import open_store
 
 PAIRS = "".join(f"number {number}\tZahl {number}\n" for number in range(40))

@@ -32,6 +32,7 @@ from packtrain.export.model import CARD, MANIFEST, read_model
 from packtrain.export.onnx import OnnxForm, export_own, write_weights
 from packtrain.export.onnx_networks import OnnxCaptioner, OnnxClassifier, OnnxText, Session, external_files
 from packtrain.export.predict import load_model
+from packtrain.launch.load import load
 from packtrain.pack.build import PlainProgress
 from packtrain.pack.vocabulary import BOS, EOS, PAD
 from packtrain.pack.workers import InProcess
@@ -43,7 +44,6 @@ from packtrain.recipes.resnet import ResNet, TorchClassifier
 from packtrain.recipes.transformer import Transformer
 from packtrain.recipes.translate import Translate
 from packtrain.run.run import Run
-from packtrain.start import load
 from parts.models import commit_model, list_again, packed_run, recipe_on
 from recipes.captioned import with_larger_weights
 from recipes.small import SMALL

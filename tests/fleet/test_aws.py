@@ -35,11 +35,14 @@ from packtrain.fleet.down import remove_found, take_inventory
 from packtrain.fleet.fleet import Check, silent
 from packtrain.job.job import BudgetSettings
 from packtrain.job.part import faults
+from packtrain.launch.check import check
+from packtrain.launch.create import create
+from packtrain.launch.load import load
+from packtrain.launch.start import dry_run, start
 from packtrain.pack.build import PlainProgress
 from packtrain.run.records import Result
 from packtrain.run.run import Run
 from packtrain.run.trust import remember
-from packtrain.start import create, dry_run, load, start
 from packtrain.store import Store, open_store
 from parts.runs import a_lease, new_run, program_job
 from parts.s3 import S3Server
@@ -371,7 +374,7 @@ def test_the_profile_of_a_job_opens_its_store_and_machines_use_their_role(
         without_keys.setenv("AWS_PROFILE", "of-another-account")
         without_keys.delenv("AWS_REGION")
         loaded = load(tmp_path / "job.yaml")
-        run = create(loaded, PlainProgress(silent))
+        run = create(check(loaded, PlainProgress(silent)))
         start(run, tied=False, say=said.append)
         [user_data] = [plan.script or "" for plan in fleet_of(run).plan(run) if plan.gives == "USER_DATA"]
         with answering(AwsRegion("diux", region.place), "SimulatePrincipalPolicy", judged("ec2:RunInstances")):
@@ -599,7 +602,7 @@ def test_a_mistake_is_shown_with_its_line(region: AwsRegion, s3_location: str, t
     (tmp_path / "meet.py").touch()
     line = next(number for number, line in enumerate(job.read_text().splitlines(), 1) if "image: ami" in line)
     with pytest.raises(Mistake, match=f"job.yaml:{line}: fleet.aws.image: no image ami-00000000000000000"):
-        create(load(job), PlainProgress(silent))
+        create(check(load(job), PlainProgress(silent)))
 
 
 def test_a_failed_resume_is_undone_though_a_security_group_was_left(region: AwsRegion, s3_store: Store) -> None:

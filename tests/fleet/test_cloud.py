@@ -221,7 +221,7 @@ def test_what_a_resumed_run_creates_is_not_given_back(run: Run, monkeypatch: pyt
     class ResumedProvider(ListedProvider):
         def delete(self, resource: Resource) -> None:
             super().delete(resource)
-            run.reopen()  # whoever resumes a run does that before anything is created
+            run.clear_end()  # whoever resumes a run does that before anything is created
 
     provider, fleet = ResumedProvider([named("old")], [named("new")], []), fleet_of(run)
     monkeypatch.setattr(fleet, "provider", lambda: provider)

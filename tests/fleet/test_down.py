@@ -24,12 +24,13 @@ from packtrain.fleet.cloud import LABEL_TAG, label_of, remove
 from packtrain.fleet.down import check_has_no_machines, launched_fleets, take_down, take_inventory
 from packtrain.fleet.host import find_processes
 from packtrain.job.kinds import FleetKind
+from packtrain.launch.resume import reopen
+from packtrain.launch.start import start
 from packtrain.run.checkpoint import last_step
 from packtrain.run.liveness import State, state_of
 from packtrain.run.records import FleetLaunch, Result, Status
 from packtrain.run.run import Run, open_run
 from packtrain.run.trust import forget, refuse, remember, trusts_fleet
-from packtrain.start import reopen, start
 from packtrain.store import Store, StoreError, open_store
 from parts.faulty import FaultyStore
 from parts.rental import ACCOUNT, RentalFleet, RentalProvider, register

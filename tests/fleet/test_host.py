@@ -14,9 +14,9 @@ import pytest
 
 from packtrain.errors import PacktrainError
 from packtrain.fleet.host import END_SECONDS, StartedNode, is_node, start_process
+from packtrain.launch.start import wait_until_joined
 from packtrain.node.preemption import seconds_from
 from packtrain.run.records import FleetLaunch
-from packtrain.start import wait_until_joined
 from packtrain.store import Store
 from packtrain.system import this_client
 from parts.runs import new_run
@@ -118,7 +118,7 @@ def test_a_detached_client_waits_until_its_nodes_have_joined(
         go.touch()
         pause(seconds)
 
-    monkeypatch.setattr("packtrain.start.time.sleep", wait)
+    monkeypatch.setattr("packtrain.launch.start.time.sleep", wait)
     assert not node.has_joined()
     try:
         wait_until_joined(run, [node])

@@ -22,9 +22,10 @@ from packtrain.fleet.kubernetes.fleet import KubernetesFleet, KubernetesSettings
 from packtrain.fleet.kubernetes.manifests import CODE, LABEL, as_yaml, documents, role
 from packtrain.identity import identity
 from packtrain.job import Job
+from packtrain.launch.load import load
+from packtrain.launch.start import dry_run, manifests, start
 from packtrain.run.records import Result
 from packtrain.run.run import Run, open_run
-from packtrain.start import dry_run, load, manifests, start
 from packtrain.store import Store, open_store
 from parts.api_server import NAMESPACE, ApiServer, api_server, kubeconfig
 from parts.runs import a_lease, new_run, program_job

@@ -15,9 +15,11 @@ from packtrain.fleet import Fleet, LaunchPlan, fleet_of
 from packtrain.fleet.doctor import describe
 from packtrain.fleet.local import LocalFleet, LocalSettings
 from packtrain.job.kinds import FLEETS, kind_class
+from packtrain.launch.check import check
+from packtrain.launch.create import create
+from packtrain.launch.load import load
 from packtrain.pack.build import PlainProgress
 from packtrain.pack.workers import Processes
-from packtrain.start import create, load
 from packtrain.store import Store, open_store
 from packtrain.units import Machines
 from parts.runs import new_run, program_job, recipe_job, write_files
@@ -113,5 +115,5 @@ def test_a_cache_that_cannot_be_written_is_refused_before_there_is_a_run(
     monkeypatch.setenv("PACKTRAIN_CACHE", str(tmp_path / "file" / "cache"))
     write_files(tmp_path, {"job.yaml": b"name: mine\nprogram: [train.py]\nstore: ./store\n", "train.py": b""})
     with pytest.raises(Mistake, match="cannot write to this directory; set PACKTRAIN_CACHE"):
-        create(load(tmp_path / "job.yaml"), PlainProgress(lambda _: None))
+        create(check(load(tmp_path / "job.yaml"), PlainProgress(lambda _: None)))
     assert open_store(str(tmp_path / "store")).folders("runs/") == []

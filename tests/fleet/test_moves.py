@@ -68,7 +68,7 @@ def test_a_run_that_moves_from_here_to_hosts_and_back_has_the_same_losses_and_we
     wait_until_all_left(the_run(sandbox, "faults-2"))
     # A node of the former fleet that comes back: an autoscaler or a queue starts the command that it knows. It comes
     # when the run has been resumed already; after its end it would only leave.
-    the_run(sandbox, "faults-2").reopen()
+    the_run(sandbox, "faults-2").clear_end()
     words = ["node", "faults-2", "--code", former, "--address", "127.0.0.1"]
     refused = sandbox.packtrain(*words)
     assert refused.returncode == 100

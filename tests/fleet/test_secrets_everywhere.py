@@ -10,7 +10,8 @@ from typing import Any
 import pytest
 
 from packtrain.job.kinds import FLEETS
-from packtrain.start import dry_run, load
+from packtrain.launch.load import load
+from packtrain.launch.start import dry_run
 from packtrain.store import Store
 
 CANARY = "canary-of-the-test"

@@ -39,10 +39,10 @@ from packtrain.fleet.slurm import (
     slurm_time,
     with_cpus,
 )
+from packtrain.launch.start import start
 from packtrain.run.checkpoint import commit, committed
 from packtrain.run.records import Result
 from packtrain.run.run import Run
-from packtrain.start import start
 from packtrain.store import Store, StoreError, open_store
 from packtrain.store.directory import DirectoryStore
 from parts import slurm

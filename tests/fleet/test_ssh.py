@@ -16,9 +16,11 @@ from packtrain.fleet.mpi import MpiFleet, MpiSettings
 from packtrain.fleet.remote import Remote, Unreachable, advice, split_destination
 from packtrain.fleet.slurm import SlurmFleet, SlurmSettings
 from packtrain.fleet.ssh import SshFleet, SshSettings, UsableHost, start_node
+from packtrain.launch.check import check
+from packtrain.launch.create import create
+from packtrain.launch.load import load
 from packtrain.pack.build import PlainProgress
 from packtrain.run.run import open_run
-from packtrain.start import create, load
 from packtrain.store import Store, open_store
 from parts import hosts
 from parts.host_run import bucket_on
@@ -273,7 +275,7 @@ def test_resumes_at_the_same_moment_start_one_node_on_each_host(
     store = network.shared / "together"
     fleet = "{ssh: {hosts: [host1, host2], machines: 1..2}, workers: 1}"
     job = write_program(tmp_path / "together", store, fleet, "import time\ntime.sleep(600)\n")
-    run = create(load(job), PlainProgress(lambda _: None))
+    run = create(check(load(job), PlainProgress(lambda _: None)))
     command = [sys.executable, "-m", "packtrain", "resume", run.name, "--store", str(store), "--detach"]
     clients = [subprocess.Popen(command, stdout=subprocess.PIPE, text=True) for _ in range(2)]
     said = [client.communicate()[0] for client in clients]

@@ -21,11 +21,11 @@ from packtrain.housekeeping.copies import copy_run
 from packtrain.housekeeping.garbage import Unused, delete_from_store, delete_here, unused_here, unused_in_store
 from packtrain.housekeeping.removal import remove_run, rename_run
 from packtrain.housekeeping.uses import Uses, announced
+from packtrain.launch.create import NewRun, create
 from packtrain.pack.manifest import PackFile, find_manifest, missing_files, pack_key, read_manifest
 from packtrain.run.code import archive, unpacked
 from packtrain.run.records import Discarding, JobSource, Result
 from packtrain.run.run import Run, create_run, run_names
-from packtrain.start import NewRun
 from packtrain.store import Store, open_store
 from packtrain.store.records import encode
 from packtrain.system import FileLock, this_client
@@ -120,7 +120,7 @@ def test_a_run_that_starts_during_the_deletion_of_its_pack_is_not_created(
     def start(operation: str, key: str) -> None:
         if (operation, key) == ("delete", "packs/left-1/manifest.json"):
             with pytest.raises(PacktrainError, match="is deleting left-1, which the run needs") as error:
-                new.create()
+                create(new)
             refused.append(str(error.value))
 
     other.fault = start
@@ -150,7 +150,7 @@ class Crossing:
     def need(self, store: Store) -> None:
         if missing_files(store, read_manifest(store, self.pack.name)):
             raise NotFound("then it would be packed again")
-        NewRun(store, self.job, self.code, self.pack, JobSource("job.yaml", "")).create()
+        create(NewRun(store, self.job, self.code, self.pack, JobSource("job.yaml", "")))
 
     def delete(self, store: Store) -> None:
         delete_from_store(store, self.unused, lambda _: None)

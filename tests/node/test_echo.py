@@ -10,11 +10,13 @@ from typing import Any
 
 import pytest
 
+from packtrain.launch.check import check
+from packtrain.launch.create import create
+from packtrain.launch.load import load
 from packtrain.node import echo
 from packtrain.node.echo import OutputEcho
 from packtrain.pack.build import PlainProgress
 from packtrain.run.records import LogLine
-from packtrain.start import create, load
 from packtrain.system import say
 from parts.sandbox import make_sandbox
 
@@ -85,7 +87,7 @@ def test_each_node_prints_what_its_workers_write_and_the_first_one_the_steps(
     with (tmp_path / "code" / "paced.py").open("a") as code:
         code.write("\nprint('loaded', flush=True)\n")
     monkeypatch.setenv("PACKTRAIN_CACHE", str(tmp_path / "cache"))
-    run = create(load(tmp_path / "job.yaml"), PlainProgress(lambda _: None))
+    run = create(check(load(tmp_path / "job.yaml"), PlainProgress(lambda _: None)))
     assert [node.wait(150) for node in (sandbox.add_node(run.name), sandbox.add_node(run.name))] == [0, 0]
     texts = [(tmp_path / f"node-{number}.txt").read_text() for number in (0, 1)]
     assert sorted(re.findall(r"^\[rank \d\] loaded$", text, re.MULTILINE) for text in texts) == [

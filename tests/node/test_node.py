@@ -211,7 +211,7 @@ def test_a_stop_commits_what_the_program_last_wrote_and_resume_restores_it(machi
     assert (result.status, result.reason, result.step) == ("stopped", "enough", 1)
     assert committed_files(run, machine.directory / "back") == {"state": b"some", "last": b"words"}
 
-    run.reopen()
+    run.clear_end()
     assert machine.exit_code(machine.start(run)) == EXIT_DONE
     assert [generation.reason for generation in run.generations()] == ["start", "resumed"]
     assert len(committed(run)) == 1

@@ -13,10 +13,12 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+from packtrain.launch.check import check
+from packtrain.launch.create import create
+from packtrain.launch.load import load
 from packtrain.pack.build import PlainProgress
 from packtrain.run.checkpoint import committed
 from packtrain.run.run import Run
-from packtrain.start import create, load
 from parts.hosts import Host, Network
 from parts.s3 import S3Server, moto_command
 from parts.sandbox import PACE, make_sandbox, set_pace, wait_until
@@ -107,7 +109,7 @@ def make_host_run(network: Network, store: str, settings: list[str], environment
     directory = network.scratch / "client"
     directory.mkdir(exist_ok=True)
     make_sandbox(directory, store)
-    run = create(load(directory / "job.yaml", settings), PlainProgress(lambda _: None))
+    run = create(check(load(directory / "job.yaml", settings), PlainProgress(lambda _: None)))
     own = {"PACKTRAIN_CACHE": _CACHE, "OMP_NUM_THREADS": "1", "PACE": str(network.shared / PACE)}
     made = HostRun(network, run, {**own, **environment})
     made.pace(0)

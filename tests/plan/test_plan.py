@@ -19,6 +19,9 @@ from pack.corpus import GREETINGS, QUESTIONS, write_pairs
 from pack.pictures import photo, saved
 from packtrain.cli import app
 from packtrain.errors import Mistake
+from packtrain.launch.check import check, pack_data
+from packtrain.launch.create import create
+from packtrain.launch.load import load
 from packtrain.pack.build import PlainProgress
 from packtrain.pack.images import LabelPacks
 from packtrain.pack.kind import kind_of
@@ -31,7 +34,6 @@ from packtrain.plan.known import KnownSpeeds, expected, remember_speeds, remembe
 from packtrain.plan.plan import PlanRequest, make_plan
 from packtrain.run.records import Point
 from packtrain.run.run import Run, open_run
-from packtrain.start import create, load, pack_data
 from packtrain.store import open_store
 from parts.runs import MEASURED
 
@@ -362,7 +364,7 @@ def test_a_plan_is_measured_here_and_a_run_expects_the_same(tmp_path: Path) -> N
     assert 0 < one.compute_seconds < one.step_seconds
     assert one.memory_bytes > 100e6, "a process with torch has more"
     assert one.evaluation_seconds > 0
-    run = create(load(path, ["train.duration=20 steps"]), PlainProgress(quiet))
+    run = create(check(load(path, ["train.duration=20 steps"]), PlainProgress(quiet)))
     found = run.forecast()
     assert found is not None
     assert (found.source, found.steps) == (made.source, 20)
@@ -440,7 +442,7 @@ def test_the_length_of_images_is_refused(tmp_path: Path) -> None:
 
 @pytest.mark.usefixtures("processes")
 def test_a_run_expects_something_before_anyone_has_planned(tmp_path: Path) -> None:
-    run = create(load(write_job(tmp_path)), PlainProgress(quiet))
+    run = create(check(load(write_job(tmp_path)), PlainProgress(quiet)))
     found = run.forecast()
     assert found is not None
     assert found.source.startswith("rough: peak of")
@@ -453,10 +455,11 @@ def test_expecting_needs_no_torch(tmp_path: Path) -> None:
     path = write_job(tmp_path)
     code = (
         "import sys; sys.modules['torch'] = None\n"
-        "import importlib.util, packtrain.start as start\n"
-        "start.find_spec = lambda name: True\n"  # it only asks whether torch is installed
+        "from packtrain.launch import check, create, load\n"
+        "check.find_spec = lambda name: True\n"  # it only asks whether torch is installed
         "from packtrain.pack.build import PlainProgress\n"
-        f"run = start.create(start.load({str(path)!r}), PlainProgress(lambda text: None))\n"
+        f"new = check.check(load.load({str(path)!r}), PlainProgress(lambda text: None))\n"
+        "run = create.create(new)\n"
         "print(run.forecast().parameters)\n"
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, cwd=tmp_path)
@@ -467,18 +470,18 @@ def test_expecting_needs_no_torch(tmp_path: Path) -> None:
 @pytest.mark.usefixtures("processes")
 def test_an_earlier_run_of_the_same_job_tells_the_pace(tmp_path: Path) -> None:
     path = write_job(tmp_path)
-    first = create(load(path), PlainProgress(quiet))
+    first = create(check(load(path), PlainProgress(quiet)))
     points = first.point_writer("000001-rank-0")
     for step in range(1, 31):
         points.append(Point("train", 1, step, float(step), {**MEASURED, "tokens": 50.0, "step_seconds": 0.5}))
     points.flush()
-    second = create(load(path, ["train.duration=100 steps"]), PlainProgress(quiet))
+    second = create(check(load(path, ["train.duration=100 steps"]), PlainProgress(quiet)))
     found = second.forecast()
     assert found is not None
     assert found.source == "as in greetings-1"
     assert (found.step_seconds, found.units_per_second) == (0.5, 100.0)
     assert found.seconds >= 50.0
-    other = create(load(path, ["train.batch=32 tokens"]), PlainProgress(quiet)).forecast()
+    other = create(check(load(path, ["train.batch=32 tokens"]), PlainProgress(quiet))).forecast()
     assert other is not None
     assert other.source.startswith("rough"), "another batch is other work"
 
@@ -501,7 +504,7 @@ def test_a_recipe_of_ones_own_starts_without_a_prediction(tmp_path: Path) -> Non
     (tmp_path / "mine.py").write_text(
         "from packtrain.recipes.translate import Translate\nclass Mine(Translate): pass\n"
     )
-    run: Run = create(load(write_job(tmp_path, recipe="mine:Mine")), PlainProgress(quiet))
+    run: Run = create(check(load(write_job(tmp_path, recipe="mine:Mine")), PlainProgress(quiet)))
     assert run.forecast() is None
     again = open_run(run.store, run.name)
     assert expected(again, read_manifest(run.store, run.pack_name())) is None

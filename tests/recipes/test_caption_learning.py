@@ -8,10 +8,10 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from packtrain.launch.load import load
 from packtrain.recipes import EvaluationRequest
 from packtrain.recipes.caption import Caption
 from packtrain.recipes.caption.scores import bleu
-from packtrain.start import load
 from recipes.captioned import MakeRecipe
 from recipes.learn import learn
 

@@ -9,10 +9,10 @@ import pytest
 
 from packtrain.data.pack import Pack
 from packtrain.job import Job
+from packtrain.launch.load import load
 from packtrain.pack.build import PlainProgress, pack
 from packtrain.pack.workers import InProcess
 from packtrain.recipes import EvaluationRequest, recipe_class
-from packtrain.start import load
 from packtrain.store import open_store
 from recipes.learn import learn
 

@@ -18,12 +18,12 @@ from pack.rawsets import class_tars, numbered, picture, tar, write
 from packtrain.data.pack import Pack
 from packtrain.job import Job
 from packtrain.job.part import FILES
+from packtrain.launch.load import load
 from packtrain.pack.build import PlainProgress, pack
 from packtrain.pack.workers import InProcess
 from packtrain.recipes import Recipe, recipe_class
 from packtrain.recipes.images import RESNETS
 from packtrain.recipes.resnet import ResNet
-from packtrain.start import load
 from packtrain.store import open_store
 from packtrain.system import sha256_of
 from packtrain.train.ddp import DdpSettings

@@ -13,12 +13,14 @@ from pack.pictures import photo, saved
 from packtrain.data.pack import Pack
 from packtrain.errors import Mistake, NotFound, PacktrainError
 from packtrain.export.predict import load_predictor
+from packtrain.launch.check import check
+from packtrain.launch.create import create
+from packtrain.launch.load import load
 from packtrain.pack.build import PlainProgress
 from packtrain.recipes import Recipe, recipe_of
 from packtrain.recipes.classify import SIZES
 from packtrain.recipes.resnet import ResNet
 from packtrain.run.run import Run
-from packtrain.start import create, load
 from packtrain.store import open_store
 from packtrain.train.engine import Engine
 from packtrain.train.world import World
@@ -54,7 +56,7 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 def created(folder: Path) -> Run:
-    return create(load(folder / "job.yaml"), PlainProgress(lambda _: None))
+    return create(check(load(folder / "job.yaml"), PlainProgress(lambda _: None)))
 
 
 def recipe_on(run: Run, cache: Path) -> Recipe:
@@ -92,13 +94,13 @@ def test_the_same_file_is_stored_once(folder: Path) -> None:
 def test_a_missing_file_is_an_error_with_its_line(folder: Path) -> None:
     (folder / "first.safetensors").unlink()
     with pytest.raises(Mistake, match=r"job\.yaml:5: model\.weights: there is no file .*/job/first\.safetensors$"):
-        create(load(folder / "job.yaml"), PlainProgress(lambda _: None))
+        create(check(load(folder / "job.yaml"), PlainProgress(lambda _: None)))
 
 
 def test_a_missing_object_is_an_error_with_its_field(folder: Path) -> None:
     loaded = load(folder / "job.yaml", ["model.weights=store:raw/none"])
     with pytest.raises(Mistake, match=r"model\.weights: store:raw/none: not found in "):
-        create(loaded, PlainProgress(lambda _: None))
+        create(check(loaded, PlainProgress(lambda _: None)))
 
 
 def test_a_file_that_is_lost_or_changed_in_the_store_is_an_error(folder: Path, tmp_path: Path) -> None:
@@ -124,7 +126,7 @@ def test_weights_of_another_size_are_refused_before_there_is_a_run(folder: Path)
     loaded = load(folder / "job.yaml", ["model.width=16"])
     named = r"a ResNet-10 \(1-1-1-1 basic blocks\) of width 32, but the model is a ResNet-10 .* of width 16; change"
     with pytest.raises(Mistake, match=rf"job\.yaml:5: model\.weights: the file has {named}"):
-        create(loaded, PlainProgress(lambda _: None))
+        create(check(loaded, PlainProgress(lambda _: None)))
     assert not list(open_store(loaded.job.store).list(""))
 
 
@@ -133,7 +135,10 @@ def test_what_is_taken_of_a_file_is_said_before_a_run_starts(folder: Path) -> No
     path.parent.mkdir()
     path.write_bytes(saved(photo(40, 40, seed=4), "JPEG"))
     said: list[str] = []
-    create(load(folder / "job.yaml"), PlainProgress(said.append))
+    create(
+        check(load(folder / "job.yaml"), PlainProgress(lambda _: None)),
+        lambda label, line: said.append(f"{label}: {line}"),
+    )
     assert said[-2:] == [
         "from: model.weights: a ResNet-10 (1-1-1-1 basic blocks) with torchvision's names",
         "from: 60 tensors; new: fc.weight, fc.bias",

@@ -12,12 +12,14 @@ import pytest
 from packtrain.cli.template import InitRequest, write_job
 from packtrain.errors import Mistake
 from packtrain.export.model import read_model
+from packtrain.launch.check import check
+from packtrain.launch.create import create
+from packtrain.launch.load import load
 from packtrain.observe.status import read_status
 from packtrain.pack.build import PlainProgress
 from packtrain.recipes import recipe_class, recipe_of, use_code
 from packtrain.run.code import archive, unpacked
 from packtrain.run.run import Run, open_run
-from packtrain.start import create, load
 from packtrain.store import open_store
 from parts.command import Packtrain, assert_refused, in_a_process
 
@@ -133,7 +135,7 @@ def test_defaults_and_checks_of_an_own_recipe_apply(example: Path) -> None:
 
 
 def created(example: Path) -> Run:
-    return create(load(example / "job.yaml"), PlainProgress(lambda _: None))
+    return create(check(load(example / "job.yaml"), PlainProgress(lambda _: None)))
 
 
 @pytest.mark.usefixtures("processes")

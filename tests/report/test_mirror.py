@@ -158,7 +158,7 @@ def test_a_resumed_run_continues_the_same_run_of_mlflow(directory_store: Store, 
     settings = run.job.train.model_validate({**run.job.train.model_dump(), "duration": "20 steps"})
     run = run.changed(run.job.model_copy(update={"train": settings}))
     run.put_job()
-    run.reopen()
+    run.clear_end()
     train(run, 2, 6, 20, 0.0)
     save(run, tmp_path, 20, generation=2)
     for _ in range(2):  # the first is killed, as it were

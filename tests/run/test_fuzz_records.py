@@ -23,8 +23,8 @@ import numpy as np
 import pytest
 
 from pack.corpus import job_of
-from packtrain import start
 from packtrain.cli import main
+from packtrain.launch import start
 from packtrain.run import records
 from packtrain.run.records import (
     Discarding,

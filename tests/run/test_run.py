@@ -270,9 +270,9 @@ def test_a_reopened_run_has_no_result_and_no_stop_request(any_store: Store) -> N
     run = new_run(any_store)
     run.request_stop("enough")
     run.finish(Result("stopped", "enough", 1, 1.0))
-    run.reopen()
+    run.clear_end()
     assert (run.stop_request(), run.result()) == (None, None)
-    run.reopen()
+    run.clear_end()
 
 
 # History.

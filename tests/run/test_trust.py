@@ -26,6 +26,9 @@ from packtrain.job import Job
 from packtrain.job.job import CheckpointSettings, FleetSettings, ReportSettings
 from packtrain.job.kinds import EXCHANGES, FLEETS, FORMATS, OPTIMIZERS, SCHEDULES, kind_class
 from packtrain.job.part import Part
+from packtrain.launch.check import check
+from packtrain.launch.create import create
+from packtrain.launch.load import load
 from packtrain.node.mirror import MirrorProcess
 from packtrain.pack.build import PlainProgress
 from packtrain.pack.workers import Processes
@@ -33,7 +36,6 @@ from packtrain.run.code import archive
 from packtrain.run.records import Result
 from packtrain.run.run import Run
 from packtrain.run.trust import CodeReview, refuse, remember, require_trust, risks
-from packtrain.start import create, load
 from packtrain.store import Store, open_store
 from packtrain.system import state_directory
 from parts.runs import new_run, program_job, recipe_job
@@ -72,7 +74,7 @@ def started(folder: Path, job: str = JOB, **files: str) -> Run:
     code.mkdir()
     for name, text in {"train.py": GOOD, "job.yaml": job.format(store=folder / "store"), **files}.items():
         (code / name.replace("_py", ".py").replace("_txt", ".txt")).write_text(text)
-    return create(load(code / "job.yaml"), PlainProgress(lambda _: None))
+    return create(check(load(code / "job.yaml"), PlainProgress(lambda _: None)))
 
 
 def poison(run: Run, **files: str) -> None:

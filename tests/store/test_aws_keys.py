@@ -13,7 +13,8 @@ import yaml
 
 from packtrain.errors import Mistake
 from packtrain.fleet.fleet import passed_keys, passed_variables, values_of
-from packtrain.start import dry_run, load
+from packtrain.launch.load import load
+from packtrain.launch.start import dry_run
 from packtrain.store import StoreError, open_store
 from parts.loopback import free_port
 from parts.proxy import Proxy, ProxyHandler, proxy_before

@@ -21,6 +21,7 @@ from packtrain.fleet.ssh import SshSettings
 from packtrain.job.changes import changed_job
 from packtrain.job.job import ReportSettings
 from packtrain.job.kinds import FLEETS, kind_class
+from packtrain.launch.create import NewRun, create_with
 from packtrain.observe.history import read_points
 from packtrain.pack.build import PlainProgress
 from packtrain.report.sweep import sweep_table
@@ -42,7 +43,6 @@ from packtrain.run.sweeps import (
     sweep_of,
 )
 from packtrain.run.trust import refuse, remember, require_trust
-from packtrain.start import NewRun
 from packtrain.store import Store, open_store
 from packtrain.store.records import DamagedRecord, encode
 from packtrain.sweep import drive
@@ -320,7 +320,7 @@ def test_a_run_that_somebody_else_has_changed_is_not_trusted_by_creating_its_swe
 
     def create() -> Run:
         data = job.model_dump_json().encode()
-        return made.create_with(lambda: create_trial_run(sweep, sweep.plan.trials[0], data, made.code, None))
+        return create_with(made, lambda: create_trial_run(sweep, sweep.plan.trials[0], data, made.code, None))
 
     part = job.model_copy(update={"fleet": job.fleet.model_copy(update={"kind": job.fleet.kind.divided(None)[0]})})
     remember(moved_run := create().changed(part), instead=False)

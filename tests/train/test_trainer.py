@@ -221,7 +221,7 @@ def test_a_failed_step_is_repeated_from_the_last_checkpoint(directory_store: Sto
 def test_a_run_already_at_its_goal_only_writes_the_result(directory_store: Store, control: Control) -> None:
     run = tiny_run(directory_store)
     train(run, control)
-    run.reopen()
+    run.clear_end()
     train(run, control, generation=2)
     result = run.result()
     assert result is not None
@@ -298,7 +298,7 @@ def test_a_finished_run_makes_no_step_and_no_second_evaluation(
     run = tiny_run(directory_store)
     train(run, control)
     before, saved = history(run), weights(run)
-    run.reopen()
+    run.clear_end()
     train(run, new_control(tmp_path, "again"), Interrupted(run.job, 1, pytest.fail), generation=2)
     assert history(run) == before
     assert weights(run) == saved
@@ -314,7 +314,7 @@ def test_an_extended_run_equals_one_with_the_longer_duration_from_the_start(
     train(straight, control)
     train(extended, control)
     directory_store.put(extended.key("job.json"), longer.model_dump_json().encode())
-    extended.reopen()
+    extended.clear_end()
     extended = Run(directory_store, extended.name)
     train(extended, new_control(tmp_path, "longer"), generation=2)
     assert losses(extended) == losses(straight)

@@ -29,10 +29,15 @@ from packtrain.cli.template import TEMPLATES, InitRequest, write_job
 from packtrain.data.pack import Pack
 from packtrain.errors import Mistake
 from packtrain.fleet import StartedNode, fleet_of, release
-from packtrain.fork import read_name
 from packtrain.job.changes import changed_job
 from packtrain.job.kinds import FleetKind
 from packtrain.job.load import LoadedJob
+from packtrain.launch.check import check, pack_data
+from packtrain.launch.create import create
+from packtrain.launch.load import load
+from packtrain.launch.parent import read_name
+from packtrain.launch.resume import AlreadyComplete, edited_since, reopen
+from packtrain.launch.start import dry_run, manifests, start, wait_until_joined
 from packtrain.observe.follower import RunNews
 from packtrain.pack.manifest import Manifest, pack_key
 from packtrain.pack.shard import Columns
@@ -42,19 +47,6 @@ from packtrain.report.pack_page import print_stats, sample_page
 from packtrain.report.pack_stats import stats_of
 from packtrain.run.liveness import state_of
 from packtrain.run.run import Run
-from packtrain.start import (
-    AlreadyComplete,
-    Beginning,
-    dry_run,
-    edited_since,
-    load,
-    manifests,
-    pack_data,
-    prepare_run,
-    reopen,
-    start,
-    wait_until_joined,
-)
 from packtrain.store import Store, open_store
 from packtrain.system import cache_directory, to_type
 from packtrain.units import show_bytes
@@ -168,24 +160,22 @@ def run(
     _check_modes(foreground, detach)
     if fresh and parent is None:
         raise Mistake("--fresh: needs --from RUN")
-    beginning = None if parent is None else Beginning(read_name(parent, "--from "), fresh)
+    name = None if parent is None else read_name(parent, "--from ", fresh)
     loaded = load(job, overrides or (), allow_drops)
     # Again with the fleet, and before packing, which may take hours.
     _check_modes(foreground, detach, loaded.job.fleet.kind)
     if form is not None:
         # Nothing else on standard output: `kubectl apply -f -` reads it.
-        print(manifests(loaded, form, None if dry_run else ProgressBars(console(sys.stderr)), beginning), end="")
+        print(manifests(loaded, form, None if dry_run else ProgressBars(console(sys.stderr)), name), end="")
         return
     if dry_run:
-        if beginning is not None:
+        if name is not None:
             console().say(f"start from {parent}")
         _print_dry_run(loaded)
         return
     with unread_output():
-        made = prepare_run(loaded, ProgressBars(console()), beginning=beginning)
-        for label, line in made.notes:
-            console().say((label, "dim"), f"  {line}")
-        created = made.create(lambda line: console().say(("from", "dim"), f"  {line}"))
+        new = check(loaded, ProgressBars(console()), name)
+        created = create(new, lambda label, line: console().say((label, "dim"), f"  {line}"))
         _print_expected(created)
         started = _start(created, foreground, detach)
     _follow(created, started, foreground, detach, quiet)

@@ -34,9 +34,9 @@ from packtrain.fleet.fleet import Check, Fleet, HasShell, HasVolumes, silent
 from packtrain.job import Job
 from packtrain.job.kinds import FLEETS, FleetKind, kind_class, word_of
 from packtrain.job.part import faults
+from packtrain.launch.load import load
 from packtrain.run.liveness import node_directory
 from packtrain.run.run import Run
-from packtrain.start import load
 from packtrain.store import StoreError, default_store
 from packtrain.units import counted
 

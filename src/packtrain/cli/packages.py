@@ -26,9 +26,10 @@ from packtrain.fleet.image import (
 )
 from packtrain.fleet.wheels import WheelTarget, download
 from packtrain.identity import identity
+from packtrain.launch.check import PortableJob, make_portable
+from packtrain.launch.load import load
 from packtrain.run.code import files_of
 from packtrain.run.run import Run
-from packtrain.start import PreparedJob, load, prepare
 from packtrain.store import Store, open_store
 from packtrain.units import show_bytes
 
@@ -167,7 +168,7 @@ def bundle(
         raise Mistake(f"--output {file}: there is no directory {file.parent}")
     store = open_store(loaded.job.store, create=loaded.job.program is None)  # a program has nothing to pack
     taken = run_in(store, run) if run is not None else None
-    prepared = prepare(loaded, store, ProgressBars(screen))
+    prepared = make_portable(loaded, store, ProgressBars(screen))
     with scratch() as directory, new_bundle(file, name) as writer:
         wheels = download(target, directory, requirements, _print_line)
         add_wheels(writer, wheels, target, identity(), taken.name if taken is not None else None)
@@ -186,7 +187,7 @@ def _wheel_target(variant: str, platform: str | None, python: str | None) -> Whe
     return WheelTarget(python or WheelTarget.python, machine, "cuda" if variant == "cuda" else "cpu")
 
 
-def _add_data(writer: BundleWriter, prepared: PreparedJob, store: Store, taken: Run | None) -> None:
+def _add_data(writer: BundleWriter, prepared: PortableJob, store: Store, taken: Run | None) -> None:
     """Add the files that the model options name, the pack, and the run to resume."""
     for key in prepared.files:
         writer.add_object(store, key, PurePosixPath(key).name)
@@ -198,7 +199,7 @@ def _add_data(writer: BundleWriter, prepared: PreparedJob, store: Store, taken: 
         _print_line(f"took {taken.name} with {step}")
 
 
-def _add_job(writer: BundleWriter, prepared: PreparedJob, code: str | None) -> None:
+def _add_job(writer: BundleWriter, prepared: PortableJob, code: str | None) -> None:
     """Add the job file, with the code where the file looks for it."""
     note = "# As bundled: with what --set changed, and the pack that the store beside it has.\n"
     text = note + yaml.safe_dump(prepared.document, sort_keys=False, allow_unicode=True)

@@ -15,9 +15,9 @@ from packtrain.cli.common import JobArgument, JsonOption, SetOption
 from packtrain.cli.output import print_json
 from packtrain.cli.screen import console
 from packtrain.errors import Mistake
+from packtrain.launch.load import load
 from packtrain.plan.estimate import Estimate, show_parameters, show_step
 from packtrain.plan.plan import Plan, PlanRequest, make_plan
-from packtrain.start import load
 from packtrain.units import counted, show_bytes, show_count, show_dollars, show_seconds, show_speed
 
 _MAX_COUNTS = 20

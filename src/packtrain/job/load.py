@@ -5,14 +5,15 @@ from __future__ import annotations
 import os
 import re
 import stat
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path, PurePosixPath
 from typing import Any
 
 from pydantic import ValidationError
 
-from packtrain.errors import Mistake, printable
+from packtrain.errors import FieldMistake, Mistake, printable
 from packtrain.job.document import Document, YamlNode, plain, read_node, read_text
 from packtrain.job.job import EvaluateSettings, Job, TrainSettings, expand
 from packtrain.job.kinds import SCHEDULES, word_of
@@ -223,6 +224,14 @@ class LoadedJob:
     def place(self) -> Path:
         """The directory that stands for the one in which a program is started."""
         return self.code / self.job.directory
+
+    @contextmanager
+    def placing_mistakes(self) -> Iterator[None]:
+        """Give a mistake that only a recipe, a fleet or the data reveals the place of its field in the file."""
+        try:
+            yield
+        except FieldMistake as mistake:
+            raise self.mistake(mistake.field, mistake.fault) from None
 
     def mistake(self, field: str, text: str) -> Mistake:
         """Return the error for a fault that only a recipe, a fleet or the data reveals, with the place of the field."""

@@ -167,7 +167,7 @@ def _manifests(run: Run, complain: Callable[[str], None] = lambda _: None) -> tu
         try:
             data = run.store.find(manifest_key(run, name))
             if data is not None:
-                readable.append(_read_manifest(name, data))
+                readable.append(read_manifest(name, data))
         except (CorruptCheckpoint, DamagedObject) as error:
             unreadable.append(name)
             complain(str(error))
@@ -190,7 +190,8 @@ def _without_late(run: Run, checkpoints: list[Checkpoint]) -> list[Checkpoint]:
     return on_time or [checkpoint for checkpoint, steps in zip(checkpoints, earlier, strict=True) if 0 not in steps]
 
 
-def _read_manifest(name: str, data: bytes) -> Checkpoint:
+def read_manifest(name: str, data: bytes) -> Checkpoint:
+    """Return the checkpoint of that name with this manifest; raise CorruptCheckpoint if it is none, or another's."""
     try:
         checkpoint = decode(Checkpoint, data, f"the manifest of checkpoint {name}")
     except DamagedRecord as error:
@@ -228,7 +229,7 @@ def fetch_named(run: Run, name: str, directory: Path) -> None:
     data = run.store.find(manifest_key(run, name))
     if data is None:
         raise CorruptCheckpoint(f"checkpoint {name} was deleted after the first machine found it")
-    fetch(run, _read_manifest(name, data), directory)
+    fetch(run, read_manifest(name, data), directory)
 
 
 def fetch_newest(

@@ -365,7 +365,7 @@ class Run:
             what = f"renamed to {removal.renamed_to}" if removal.renamed_to else "removed"
             raise NotFound(f"{self.name} is being {what} by {removal.client}; its job was not changed")
 
-    def reopen(self) -> None:
+    def clear_end(self) -> None:
         """Remove the stop request and the result of a run, so that nodes resume it."""
         self.store.delete(self.key("stop.json"))
         self.store.delete(self.key("result.json"))

@@ -23,6 +23,8 @@ from packtrain.fleet import fleet_of, release
 from packtrain.fleet.fleet import Say
 from packtrain.job.job import FleetSettings
 from packtrain.job.kinds import FleetKind
+from packtrain.launch.resume import AlreadyComplete, reopen
+from packtrain.launch.start import start
 from packtrain.observe.history import surviving
 from packtrain.run.liveness import LEASE_LOST_SECONDS, LEASE_SECONDS, states_now
 from packtrain.run.records import Point, Result
@@ -40,7 +42,6 @@ from packtrain.run.sweeps import (
     survivors,
 )
 from packtrain.run.trust import Accept, require_trust
-from packtrain.start import AlreadyComplete, reopen, start
 from packtrain.store import StoreError
 from packtrain.sweep.rungs import RungScore, TrialView, next_actions
 from packtrain.system import FileLock, cache_directory, machine_id, this_client

@@ -13,11 +13,13 @@ from pathlib import Path
 from packtrain.errors import Mistake
 from packtrain.housekeeping.uses import require_uses
 from packtrain.job.load import LoadedJob
+from packtrain.launch.check import check
+from packtrain.launch.create import NewRun, create_with
+from packtrain.launch.load import load
 from packtrain.observe.measure import BestBy, measure_of
 from packtrain.pack.build import PackProgress, PlainProgress
 from packtrain.recipes import recipe_class
 from packtrain.run.sweeps import Rung, Sweep, SweepPlan, Trial, create_trial_run
-from packtrain.start import NewRun, load, prepare_run
 from packtrain.store import open_store
 from packtrain.sweep.rungs import rungs_for
 from packtrain.sweep.space import Combination, combinations_of, read_axes
@@ -145,15 +147,15 @@ def create_sweep(prepared: PreparedSweep, progress: PackProgress) -> Sweep:
         fleet = loaded.job.fleet.model_dump_json()
         data = loaded.job.data.model_dump_json() if loaded.job.recipe is not None else ""
         # What was said about a pack is not said again for each of its runs.
-        made = prepare_run(loaded, quiet if data in packed else progress, fleet_is_checked=fleet in checked)
+        run = check(loaded, quiet if data in packed else progress, fleet_is_checked=fleet in checked)
         checked.add(fleet)
         packed.add(data)
         # One copy in memory: runs of one sweep mostly share their code.
-        code = codes.setdefault(hashlib.sha256(made.code).digest(), made.code)
-        new.append(replace(made, code=code))
+        code = codes.setdefault(hashlib.sha256(run.code).digest(), run.code)
+        new.append(replace(run, code=code))
     sweep.put_plan(plan)
-    for trial, made in zip(plan.trials, new, strict=True):
-        job = made.job.model_dump_json(indent=1).encode()
-        made.create_with(partial(create_trial_run, sweep, trial, job, made.code, made.pack_name))
-    require_uses(store, reduce(or_, (made.uses for made in new)))
+    for trial, run in zip(plan.trials, new, strict=True):
+        job = run.job.model_dump_json(indent=1).encode()
+        create_with(run, partial(create_trial_run, sweep, trial, job, run.code, run.pack_name))
+    require_uses(store, reduce(or_, (run.uses for run in new)))
     return sweep

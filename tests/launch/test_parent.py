@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import re
 import time
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -17,16 +16,18 @@ from typer.testing import CliRunner
 from packtrain.cli import app
 from packtrain.errors import Mistake, NotFinished
 from packtrain.export.predict import load_model
-from packtrain.fork import CheckpointName, read_name
+from packtrain.launch.check import check
+from packtrain.launch.create import create
+from packtrain.launch.load import load
+from packtrain.launch.parent import ParentName, read_name
 from packtrain.observe.evidence import gather
 from packtrain.observe.history import read_points
 from packtrain.pack.build import PlainProgress
 from packtrain.recipes import recipe_class
 from packtrain.report.markdown import markdown
 from packtrain.report.render import render
-from packtrain.run.checkpoint import commit, committed, fetch, manifest_key, part_name
+from packtrain.run.checkpoint import CorruptCheckpoint, commit, committed, fetch, file_key, manifest_key, part_name
 from packtrain.run.run import Run
-from packtrain.start import Beginning, load, prepare_run
 from packtrain.store import Store, open_store
 from packtrain.train.checkpointer import BackgroundCommitter
 from packtrain.train.control import Control
@@ -46,15 +47,15 @@ pytestmark = pytest.mark.usefixtures("processes")
 @pytest.mark.parametrize(
     ("text", "name"),
     [
-        ("en-de-1", CheckpointName(None, "en-de-1")),
-        ("en-de-1:300", CheckpointName(None, "en-de-1", 300)),
-        ("en-de-1:best", CheckpointName(None, "en-de-1", "best")),
-        ("../store/en-de-1:last", CheckpointName("../store", "en-de-1", "last")),
-        ("s3://bucket/prefix/en-de-1", CheckpointName("s3://bucket/prefix", "en-de-1")),
-        ("s3://bucket/en-de-1:7", CheckpointName("s3://bucket", "en-de-1", 7)),
+        ("en-de-1", ParentName(None, "en-de-1")),
+        ("en-de-1:300", ParentName(None, "en-de-1", 300)),
+        ("en-de-1:best", ParentName(None, "en-de-1", "best")),
+        ("../store/en-de-1:last", ParentName("../store", "en-de-1", "last")),
+        ("s3://bucket/prefix/en-de-1", ParentName("s3://bucket/prefix", "en-de-1")),
+        ("s3://bucket/en-de-1:7", ParentName("s3://bucket", "en-de-1", 7)),
     ],
 )
-def test_a_checkpoint_is_named_by_its_run_and_step(text: str, name: CheckpointName) -> None:
+def test_a_checkpoint_is_named_by_its_run_and_step(text: str, name: ParentName) -> None:
     assert read_name(text) == name
 
 
@@ -115,10 +116,9 @@ def write_job(folder: Path, name: str = "small", split: str = "train", **section
 
 
 def made(path: Path, beginning: str | None = None, fresh: bool = False, overrides: tuple[str, ...] = ()) -> Run:
-    start = None if beginning is None else Beginning(read_name(beginning), fresh)
-    new = prepare_run(load(path, overrides), PlainProgress(lambda _: None), beginning=start)
-    notes.extend(line for _, line in new.notes)
-    return new.create(notes.append)
+    parent = None if beginning is None else read_name(beginning, fresh=fresh)
+    new = check(load(path, overrides), PlainProgress(lambda _: None), parent)
+    return create(new, lambda _, line: notes.append(line))
 
 
 notes: list[str] = []
@@ -308,18 +308,24 @@ def test_a_client_that_fails_half_way_leaves_no_run(
     folder: Path, store: Store, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     trained(made(write_job(folder)), folder)
-    new = prepare_run(
-        load(write_job(folder)), PlainProgress(lambda _: None), beginning=Beginning(read_name("small-1:4"))
-    )
-    assert new.inheritance is not None
-    damaged = replace(new.inheritance.checkpoint.files[0], sha256="0" * 64)
-    broken = replace(new.inheritance.checkpoint, files=(damaged,))
-    with pytest.raises(Exception, match="does not match its digest"):
-        replace(new, inheritance=replace(new.inheritance, checkpoint=broken)).create()
+    new = check(load(write_job(folder)), PlainProgress(lambda _: None), read_name("small-1:4"))
+    assert new.parent is not None and new.job.parent is not None
+    state = file_key(new.parent, new.job.parent.checkpoint, "state.json")
+    data = store.get(state)
+    store.put(state, data.replace(b"4", b"5"))
+    with pytest.raises(CorruptCheckpoint, match="does not match its digest"):
+        create(new)
+    store.put(state, data)
+    manifest = manifest_key(new.parent, new.job.parent.checkpoint)
+    data = store.get(manifest)
+    store.delete(manifest)
+    with pytest.raises(CorruptCheckpoint, match="of small-1 is gone; run the same command again"):
+        create(new)
+    store.put(manifest, data)
     assert list(store.folders("runs/")) == ["small-1"]
-    monkeypatch.setattr("packtrain.fork.commit", lambda *_: 1 / 0)
+    monkeypatch.setattr("packtrain.launch.parent.commit", lambda *_: 1 / 0)
     with pytest.raises(ZeroDivisionError):
-        new.create()
+        create(new)
     assert not store.exists("runs/small-2/job.json")
 
 

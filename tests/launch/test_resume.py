@@ -2,41 +2,28 @@
 
 from __future__ import annotations
 
-import os
 from itertools import count
 from pathlib import Path
 
 import pytest
 from typer.testing import CliRunner
 
-from pack.pictures import photo, saved
 from packtrain.cli import app
 from packtrain.errors import Mistake
-from packtrain.fleet import Machine
+from packtrain.launch.check import check
+from packtrain.launch.create import create
+from packtrain.launch.load import load
+from packtrain.launch.resume import AlreadyComplete, edited_since, reopen
 from packtrain.pack.build import PlainProgress
 from packtrain.run.checkpoint import commit
-from packtrain.run.inputs import staged
 from packtrain.run.records import FleetLaunch, JobSource, Result
 from packtrain.run.run import Run
 from packtrain.run.trust import is_remembered, refuse, remember
-from packtrain.start import (
-    AlreadyComplete,
-    create,
-    dry_run,
-    edited_since,
-    load,
-    manifests,
-    prepare,
-    prepare_run,
-    reopen,
-    start,
-)
-from packtrain.store import Store, open_store
+from packtrain.store import Store
 from packtrain.system import this_client
 from packtrain.units import show_time
 from parts.faulty import FaultyStore, Killed
-from parts.loopback import free_port
-from parts.runs import a_lease, new_run, program_job, recipe_job, write_files
+from parts.runs import a_lease, new_run, recipe_job, write_files
 
 
 def ended_run(
@@ -70,7 +57,7 @@ def test_a_run_keeps_its_job_as_it_was_written(tmp_path: Path, monkeypatch: pyte
     monkeypatch.chdir(tmp_path)  # where the store is made
     text = "# why\nname: job  # a name\nprogram: [train.py]\nstore: ./store\n"
     write_files(tmp_path, {"mine.yaml": text.encode(), "train.py": b""})
-    run = create(load(tmp_path / "mine.yaml", ["fleet.workers=2"]), PlainProgress(lambda _: None))
+    run = create(check(load(tmp_path / "mine.yaml", ["fleet.workers=2"]), PlainProgress(lambda _: None)))
     assert run.source() == JobSource("mine.yaml", text, ("fleet.workers=2",), directory=str(tmp_path))
 
 
@@ -79,7 +66,7 @@ def started_program(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, processes: 
     """A run of `job.yaml` and `train.py` in this directory, which this person has started."""
     monkeypatch.chdir(tmp_path)
     write_files(tmp_path, {"job.yaml": b"name: job\nprogram: [train.py]\n", "train.py": b"oops()\n"})
-    return launched(create(load("job.yaml", ["fleet.workers=2"]), PlainProgress(lambda _: None)))
+    return launched(create(check(load("job.yaml", ["fleet.workers=2"]), PlainProgress(lambda _: None))))
 
 
 def launched(run: Run, client: str = "") -> Run:
@@ -251,35 +238,6 @@ def test_a_run_of_somebody_else_does_not_move_to_other_machines_unseen(directory
         reopen(run, refuse, lambda _: None, ["fleet={ssh: {hosts: [a]}}"])
 
 
-def test_a_run_whose_fleet_refuses_to_start_has_failed(directory_store: Store) -> None:
-    run = new_run(directory_store, program_job(fleet={"slurm": {}}))
-    with pytest.raises(
-        Mistake, match=r"cannot be tied to this command; .*; then run `packtrain resume job-1 --store .*`"
-    ):
-        start(run, tied=True)
-    result = run.result()
-    assert result is not None
-    assert (result.status, result.reason[:32]) == ("failed", "could not start: a Slurm job can")
-
-
-@pytest.mark.parametrize("is_over", [False, True])
-def test_a_launch_that_fails_does_not_end_a_run_whose_machines_may_come_back(
-    directory_store: Store, monkeypatch: pytest.MonkeyPatch, is_over: bool
-) -> None:
-    run = new_run(directory_store, program_job(fleet={"slurm": {}}))
-    run.record_launch(FleetLaunch(0.0, this_client(), {}))
-    run.renew(a_lease("a", left=True, used_seconds=60.0))
-    for number, entry in enumerate(
-        (*directory_store.list(run.key("launches/")), directory_store.list(run.key("nodes/"))[0])
-    ):
-        os.utime(Path(directory_store.url) / entry.key, (1e9 + number, 1e9 + number))  # file systems have coarse clocks
-    requeued = [Machine("node-1", "PENDING", is_over)]
-    monkeypatch.setattr("packtrain.fleet.slurm.SlurmFleet.machines", lambda *_: requeued)
-    with pytest.raises(Mistake, match="cannot be tied to this command"):
-        start(run, tied=True)
-    assert (run.result() is None) != is_over
-
-
 def test_a_running_run_is_not_changed(directory_store: Store, monkeypatch: pytest.MonkeyPatch) -> None:
     run = new_run(directory_store, recipe_job())
     monkeypatch.setattr("packtrain.cli.jobs.state_of", lambda _: "running")
@@ -287,167 +245,3 @@ def test_a_running_run_is_not_changed(directory_store: Store, monkeypatch: pytes
     done = CliRunner().invoke(app, arguments)
     assert isinstance(done.exception, Mistake)
     assert str(done.exception) == f"job-1 is running; stop it first (`{run.command('stop')}`), then resume it"
-
-
-@pytest.mark.usefixtures("processes")
-@pytest.mark.parametrize(
-    ("program", "runs", "workers"),
-    [
-        ("[torchrun, --nproc_per_node=2, train.py, a]", ("torchrun", "train.py", "a"), 2),
-        ("[accelerate, launch, --num_processes, '2', -m, lib.train]", ("python", "-m", "lib.train"), 2),
-        ("[python, -u, train.py]", ("python", "-u", "train.py"), None),
-        ("[run.sh]", ("./run.sh",), None),
-        ("[python, -m, json.tool]", ("python", "-m", "json.tool"), None),
-        ("[sh, -c, 'true']", ("sh", "-c", "true"), None),
-        ("[sh, -c, 'echo $PACKTRAIN_RUN']", ("sh", "-c", "echo $PACKTRAIN_RUN"), None),
-    ],
-)
-def test_a_program_may_be_written_as_it_is_started_by_hand(
-    tmp_path: Path, program: str, runs: tuple[str, ...], workers: int | None
-) -> None:
-    write_files(tmp_path, {"job.yaml": f"name: mine\nprogram: {program}\n".encode(), "train.py": b"", "run.sh": b""})
-    write_files(tmp_path, {"lib/train.py": b""})
-    (tmp_path / "run.sh").chmod(0o755)
-    loaded = load(tmp_path / "job.yaml", [f"store={tmp_path / 'store'}"])
-    assert loaded.job.program is not None
-    assert (loaded.job.program.command, loaded.job.fleet.workers) == (runs, workers)
-    assert "train.py" in dry_run(loaded).code.sizes
-
-
-@pytest.mark.parametrize(
-    ("program", "fault"),
-    [
-        ("[no.py]", "there is no file {}/no.py"),
-        ("[python, no.py]", "there is no file {}/no.py"),
-        ("[python, -u]", "Python has no script to run; write [train.py], or [python, -m, module]"),
-        ("[python, -m, no_such_module]", "module no_such_module is neither in {} nor installed"),
-        ("[run.sh]", "{}/run.sh is not executable; run `chmod +x ./run.sh`"),
-        ("[no-such-command]", "there is no file {0}/no-such-command, and no command no-such-command on this machine"),
-        (
-            "[sh, -c, x, '--out=${PACKTRAIN_CHECKPOINT}/a']",
-            "there is no variable $PACKTRAIN_CHECKPOINT; did you mean $PACKTRAIN_CHECKPOINTS?",
-        ),
-        ("{command: [sh], resume: [$PACKTRAIN_CHECKPONTS]}", "there is no variable $PACKTRAIN_CHECKPONTS; did you"),
-        ("[torchrun, --fast, a.py]", "torchrun: unknown option '--fast'; write the program alone, such as"),
-    ],
-)
-def test_a_program_that_cannot_start_is_refused_before_anything_is_created(
-    tmp_path: Path, program: str, fault: str
-) -> None:
-    write_files(tmp_path, {"job.yaml": f"name: mine\nprogram: {program}\n".encode(), "run.sh": b""})
-    with pytest.raises(Mistake) as refused:
-        dry_run(load(tmp_path / "job.yaml", [f"store={tmp_path / 'store'}"]))
-    assert str(refused.value).startswith(f"{tmp_path}/job.yaml:2: program: {fault.format(tmp_path)}")
-
-
-@pytest.fixture
-def below(processes: None, tmp_path: Path) -> Path:
-    """A job whose code is the directory above its own."""
-    job = (
-        f"name: mine\nprogram: [train.py]\nstore: {tmp_path / 'store'}\ncode: ..\ndirectory: project\noutputs: [out/]\n"
-    )
-    write_files(tmp_path / "work", {"project/job.yaml": job.encode(), "project/train.py": b"", "data/words": b"a"})
-    return tmp_path / "work" / "project" / "job.yaml"
-
-
-def test_a_directory_above_the_job_file_may_be_the_code(below: Path, directory_store: Store) -> None:
-    loaded = load(below)
-    assert sorted(dry_run(loaded).code.sizes) == ["data/words", "project/job.yaml", "project/train.py"]
-    assert loaded.job.outputs == ("project/out",)
-    elsewhere = prepare(loaded, directory_store, PlainProgress(lambda _: None)).document
-    assert (elsewhere["code"], elsewhere["directory"], elsewhere["outputs"]) == (".", "project", ["out/"])
-
-
-def test_code_that_lacks_the_directory_or_has_the_whole_home_is_refused(
-    below: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    with pytest.raises(Mistake, match=r"^--set directory: there is no directory .*/work/no$"):
-        dry_run(load(below, ["directory=no"]))
-    with pytest.raises(Mistake, match=r"job.yaml:2: program: there is no file .*/work/train.py$"):
-        dry_run(load(below, ["directory=."]))
-    with pytest.raises(Mistake, match=r"^--set code: there is no directory .*/no$"):
-        dry_run(load(below, ["code=no", "directory=."]))
-    monkeypatch.setenv("HOME", str(below.parent.parent))
-    with pytest.raises(Mistake, match=r"job.yaml:4: code: .*/work contains your home directory; choose a smaller one"):
-        dry_run(load(below))
-
-
-@pytest.mark.usefixtures("no_aws", "processes")
-@pytest.mark.parametrize("has_keys", [True, False])
-def test_a_dry_run_leaves_the_number_open_if_the_bucket_does_not_tell_it(
-    has_keys: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setenv("AWS_ENDPOINT_URL", f"http://127.0.0.1:{free_port()}")
-    for name in ("AWS_ACCESS_KEY_ID", "AWS_SECRET_ACCESS_KEY") if has_keys else ():
-        monkeypatch.setenv(name, "canary")
-    fleet = "{kubernetes: {image: 'registry/image:1', store_secret: keys, machines: 2}}"
-    job = f"name: en-de\nprogram: [train.py]\nstore: s3://bucket/x/\nbudget: {{hours: 2}}\nfleet: {fleet}\n"
-    write_files(tmp_path, {"job.yaml": job.encode(), "train.py": b""})
-    loaded = load(tmp_path / "job.yaml")
-    why = "cannot connect to the server" if has_keys else "no keys for the store"
-    looked = dry_run(loaded)
-    note = looked.note or ""
-    assert note.startswith("the run is called en-de-n here, since its number is not known: ")
-    assert why in note
-    text = manifests(loaded, "job", progress=None)
-    assert text.startswith(f"# {note}\n")
-    for printed in (looked.plans[0].in_shell(), text):
-        assert "node\n        - en-de-n\n        - --store\n        - s3://bucket/x\n" in printed
-
-
-@pytest.mark.usefixtures("processes")
-def test_a_dry_run_refuses_a_bucket_that_cannot_be_one(tmp_path: Path) -> None:
-    write_files(tmp_path, {"job.yaml": b"name: mine\nprogram: [train.py]\nstore: s3://B\n", "train.py": b""})
-    with pytest.raises(Mistake, match="invalid bucket name"):
-        dry_run(load(tmp_path / "job.yaml"))
-
-
-@pytest.mark.usefixtures("processes")
-def test_the_data_of_a_program_goes_into_the_store_for_machines_elsewhere(tmp_path: Path) -> None:
-    job = "name: mine\nprogram: [train.py]\ndata: {corpus: data/corpus, images: 's3://bucket/images'}\n"
-    write_files(tmp_path, {"job.yaml": job.encode(), "train.py": b"", "data/corpus/a.txt": b"a"})
-    store = open_store(str(tmp_path / "elsewhere"), create=True)
-    prepared = prepare(load(tmp_path / "job.yaml"), store, PlainProgress(lambda _: None))
-    data = prepared.document["data"]
-    assert data["images"] == "s3://bucket/images"
-    assert sorted(prepared.files) == [entry.key for entry in store.list("files/")]
-    assert (staged(data["corpus"], store, tmp_path / "cache") / "a.txt").read_bytes() == b"a"
-
-
-@pytest.mark.usefixtures("processes")
-def test_a_run_drops_unusable_samples_only_if_it_is_allowed_to(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    files = {
-        f"data/{label}/{number}.jpg": saved(photo(40, 30, number), "JPEG") for label in "ab" for number in range(3)
-    }
-    write_files(tmp_path, {**files, "data/a/broken.jpg": b"?", "data/a/README.txt": b"?"})
-    job = f"name: pets\nrecipe: classify\nstore: {tmp_path}/store\ndata: {{train: {{imagenet: data}}}}\nmodel: tiny\n"
-    (tmp_path / "job.yaml").write_text(job)
-    for step in ("_start", "_follow"):
-        monkeypatch.setattr(f"packtrain.cli.jobs.{step}", lambda *_: None)
-    command = ["run", str(tmp_path / "job.yaml")]
-    refused = CliRunner().invoke(app, command)
-    assert "1 of 7 samples are unusable" in str(refused.exception)
-    done = CliRunner().invoke(app, [*command, "--allow-drops"])
-    assert done.exit_code == 0, done.exception
-    assert "train: 6 images; left out 1 (not a picture by its name), 1 (not an image" in done.output
-
-
-@pytest.mark.usefixtures("processes")
-def test_settings_that_are_larger_than_the_data_are_named_with_what_to_set(tmp_path: Path) -> None:
-    lines = "".join(f"a sentence with number {number}\t ein Satz mit Nummer {number}\n" for number in range(30))
-    write_files(tmp_path, {"pairs.tsv": lines.encode()})
-    job = "name: small\nrecipe: translate\nmodel: tiny\ndata: {train: [{bitext: pairs.tsv}], vocabulary: VOCABULARY}\n"
-    train = "train: {duration: 5 steps, batch: BATCH tokens, schedule: {constant: {rate: 0.1}}}\n"
-
-    def notes(vocabulary: int, batch: int) -> list[str]:
-        text = (job + train).replace("VOCABULARY", str(vocabulary)).replace("BATCH", str(batch))
-        (tmp_path / "job.yaml").write_text(text)
-        loaded = load(tmp_path / "job.yaml", [f"store={tmp_path / 'store'}"])
-        return [f"{label}: {line}" for label, line in prepare_run(loaded, PlainProgress(lambda _: None)).notes]
-
-    assert notes(300, 50) == []
-    batch, vocabulary = sorted(notes(8000, 25000), reverse=True)
-    assert batch.startswith("warning: train.batch: 25000 tokens, but the data has about ")
-    assert vocabulary.startswith("warning: data.vocabulary: 8000, but the text has only 3")
-    assert vocabulary.endswith(" pieces; set 300")
-    assert all(len(line) <= 100 for line in (batch, vocabulary))
