@@ -22,6 +22,7 @@ from packtrain.job.job import DataSettings
 from packtrain.job.kinds import Drop, Source
 from packtrain.pack.build import (
     Advance,
+    Learned,
     PackContents,
     Packing,
     ShardTarget,
@@ -71,17 +72,11 @@ class PairPacks(PackKind):
 
     def pack(self, packing: Packing) -> PackContents:
         contents = empty_contents(packing.data)
-        if packing.learned is None:
-            source, target = _learn(packing, contents)
-        else:
-            assert packing.learned.vocabulary is not None
-            source = Vocabulary.from_json(packing.learned.vocabulary)
-            target_json = packing.learned.target_vocabulary
-            target = source if target_json is None else Vocabulary.from_json(target_json)
-        contents.vocabulary = put_file(packing.store, packing.name, "vocabulary.json", source.to_json().encode())
+        vocabularies = _vocabularies_of(packing.learned) if packing.learned is not None else _learn(packing, contents)
+        source_json, target_json = (vocabulary.to_json().encode() for vocabulary in vocabularies)
+        contents.vocabulary = put_file(packing.store, packing.name, "vocabulary.json", source_json)
         if not packing.data.joint:
-            target_file = target.to_json().encode()
-            contents.target_vocabulary = put_file(packing.store, packing.name, "vocabulary-target.json", target_file)
+            contents.target_vocabulary = put_file(packing.store, packing.name, "vocabulary-target.json", target_json)
         again = repeated(contents.fingerprints.get("train", array("Q")))
         for split, sources in splits_of(packing.data).items():
             if split == "train":
@@ -91,7 +86,16 @@ class PairPacks(PackKind):
             else:
                 chosen = _evaluated(packing, contents, split, sources)
             with packing.progress.track(f"packing {split}", len(again) if split == "train" else None) as advance:
-                _make_shards(packing, contents, split, chosen, (source, target), advance)
+                for number, (index, lines, pairs) in enumerate(_by_shard(chosen)):
+                    place = ShardTarget(packing.name, split, number, index)
+                    finished = place.find(packing.store)
+                    if finished is None:
+                        columns = encode(pairs, *vocabularies)
+                        if split != "train":  # predictions for these are listed with their place in the raw data
+                            columns = replace(columns, plain={"line": np.array(lines, "<i8")})
+                        finished = place.put(packing.store, columns, DropCounter())
+                    contents.splits[split].shards.append(finished)
+                    advance(len(pairs))
         return contents
 
     def warnings(self, splits: Mapping[str, Split]) -> Iterator[str]:
@@ -129,6 +133,12 @@ class PairPacks(PackKind):
 def packed_pair_bytes(length: float) -> float:
     """Return the size of a pair whose texts have so many tokens each."""
     return _TOKEN_BYTES * length + _ROW_BYTES
+
+
+def _vocabularies_of(learned: Learned) -> tuple[Vocabulary, Vocabulary]:
+    assert learned.vocabulary is not None
+    source = Vocabulary.from_json(learned.vocabulary)
+    return source, source if learned.target_vocabulary is None else Vocabulary.from_json(learned.target_vocabulary)
 
 
 def _learn(packing: Packing, contents: PackContents) -> tuple[Vocabulary, Vocabulary]:
@@ -256,26 +266,6 @@ def _read(packing: Packing, source: Source, dropped: Drop) -> Iterator[tuple[str
     for number, pair in enumerate(islice(source.pairs(dropped), packing.first), 1):
         line = pair.line or number
         yield f"{file}:{line}", line, pair
-
-
-def _make_shards(
-    packing: Packing,
-    contents: PackContents,
-    split: str,
-    chosen: Chosen,
-    vocabularies: tuple[Vocabulary, Vocabulary],
-    advance: Advance,
-) -> None:
-    for number, (index, lines, pairs) in enumerate(_by_shard(chosen)):
-        target = ShardTarget(packing.name, split, number, index)
-        finished = target.find(packing.store)
-        if finished is None:
-            columns = encode(pairs, *vocabularies)
-            if split != "train":  # predictions for these are listed with their place in the raw data
-                columns = replace(columns, plain={"line": np.array(lines, "<i8")})
-            finished = target.put(packing.store, columns, DropCounter())
-        contents.splits[split].shards.append(finished)
-        advance(len(pairs))
 
 
 def _by_shard(chosen: Chosen) -> Iterator[tuple[int, list[int], list[TextPair]]]:
