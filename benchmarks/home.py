@@ -118,7 +118,7 @@ def tokens_by_hand(predictor: Any, folder: Path, is_patient: bool) -> Callable[[
     """Return the least that a script with CTranslate2 does: tokens in, tokens out."""
     import ctranslate2
 
-    from packtrain.export.ctranslate2 import PATIENCE
+    from packtrain.recipes.translate.ctranslate2 import PATIENCE
 
     recipe = predictor.recipe
     threads = len(os.sched_getaffinity(0))

@@ -15,7 +15,6 @@ from typer.testing import CliRunner
 
 from packtrain.cli import app
 from packtrain.cli.template import TEMPLATES, InitRequest, write_job
-from packtrain.cli.toy_data import english, german
 from packtrain.errors import Mistake
 from packtrain.fleet.wheels import own_wheel
 from packtrain.launch.check import pack_data
@@ -23,6 +22,7 @@ from packtrain.launch.load import load
 from packtrain.pack.build import PlainProgress
 from packtrain.pack.workers import InProcess
 from packtrain.recipes import RECIPES
+from packtrain.recipes.template import english, german
 from packtrain.store import open_store
 from parts.command import Packtrain, assert_refused
 from parts.runs import write_files
@@ -273,8 +273,9 @@ def test_a_job_with_a_module_brings_it_along(kind: str, module: str, tmp_path: P
 def test_a_wheel_ships_the_templates() -> None:
     """An editable install reads them from the checkout; installs on other machines have only the wheel."""
     with zipfile.ZipFile(io.BytesIO(own_wheel()[1])) as wheel:
-        shipped = {name.removeprefix("packtrain/cli/templates/") for name in wheel.namelist()}
-    assert shipped >= {*(f"{kind}.yaml" for kind in TEMPLATES), "languages.py", "train.py"}
+        shipped = {name.removeprefix("packtrain/") for name in wheel.namelist()}
+    assert shipped >= {f"recipes/{name}/job.yaml" for name in RECIPES}
+    assert shipped >= {f"cli/templates/{name}" for name in ("own.yaml", "languages.py", "program.yaml", "train.py")}
 
 
 def test_numbers_are_spelled_right() -> None:

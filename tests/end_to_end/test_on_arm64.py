@@ -12,7 +12,7 @@ import pytest
 from pack.corpus import job_of
 from packtrain.export.deliver import deliver
 from packtrain.export.export import ExportOptions, export_run
-from packtrain.export.model import Precision
+from packtrain.recipes.forms import Precision
 from packtrain.run.run import Run
 from parts import arm64, hosts
 from parts.hosts import Host

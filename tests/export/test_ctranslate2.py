@@ -12,8 +12,6 @@ import pytest
 from pack.corpus import GREETINGS, QUESTIONS, job_of, write_pairs
 from packtrain.data.pack import pad
 from packtrain.errors import Mistake
-from packtrain.export import ctranslate2
-from packtrain.export.ctranslate2 import Ctranslate2Form
 from packtrain.export.predict import TrainedModel, load_model
 from packtrain.pack.shard import Ragged
 from packtrain.pack.vocabulary import EOS, PAD
@@ -21,6 +19,8 @@ from packtrain.recipes.decode import TorchText
 from packtrain.recipes.pairs import PairRecipe
 from packtrain.recipes.recipe import Decoding
 from packtrain.recipes.transformer import Transformer
+from packtrain.recipes.translate import ctranslate2
+from packtrain.recipes.translate.ctranslate2 import Ctranslate2Form
 from parts.models import commit_model, packed_run
 
 
@@ -129,7 +129,7 @@ LOSSES = """
 import sys
 import numpy as np
 from pathlib import Path
-from packtrain.export.ctranslate2 import Ctranslate2Text
+from packtrain.recipes.translate.ctranslate2 import Ctranslate2Text
 given, target = np.load(sys.argv[2]), np.load(sys.argv[3])
 print(*Ctranslate2Text(Path(sys.argv[1]), int(sys.argv[4]), 1).losses(given, target).tolist())
 """

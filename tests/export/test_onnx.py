@@ -30,7 +30,6 @@ from packtrain.export.evaluate import EvaluateOptions, evaluate, run_subject
 from packtrain.export.export import ExportOptions, export_run
 from packtrain.export.model import CARD, MANIFEST, read_model
 from packtrain.export.onnx import OnnxForm, export_own, write_weights
-from packtrain.export.onnx_networks import OnnxCaptioner, OnnxClassifier, OnnxText, Session, external_files
 from packtrain.export.predict import load_model
 from packtrain.launch.load import load
 from packtrain.pack.build import PlainProgress
@@ -38,10 +37,16 @@ from packtrain.pack.vocabulary import BOS, EOS, PAD
 from packtrain.pack.workers import InProcess
 from packtrain.recipes import Batch, Recipe, recipe_class
 from packtrain.recipes.caption.model import Captioner, TorchCaptioner
+from packtrain.recipes.caption.onnx import OnnxCaptioner
+from packtrain.recipes.classify import OnnxClassifier
+from packtrain.recipes.classify.model import TorchClassifier
 from packtrain.recipes.decode import TorchText
+from packtrain.recipes.forms import Exportable
+from packtrain.recipes.onnx import Session, external_files
 from packtrain.recipes.recipe import Decoding, Hypothesis
-from packtrain.recipes.resnet import ResNet, TorchClassifier
+from packtrain.recipes.resnet import ResNet
 from packtrain.recipes.transformer import Transformer
+from packtrain.recipes.transformer_onnx import OnnxText
 from packtrain.recipes.translate import Translate
 from packtrain.run.run import Run
 from parts.models import commit_model, list_again, packed_run, recipe_on
@@ -56,7 +61,7 @@ class Exported:
     """A run, its model and what is exported of it, in the folders `fp32` and `int8`."""
 
     run: Run
-    recipe: Recipe
+    recipe: Exportable
     model: nn.Module
     folder: Path
 
@@ -110,6 +115,7 @@ def exported(training: None, tmp_path_factory: pytest.TempPathFactory) -> Callab
                 return recipe_on(runs[0], folder)
 
             recipe = SMALL[name](make, folder)
+            assert isinstance(recipe, Exportable)
             model = untrained(recipe)
             commit_model(runs[0], folder, 10, trained=model)
             known[name] = Exported(runs[0], recipe, model, folder)
@@ -286,7 +292,8 @@ sys.modules["torch"] = sys.modules["onnx"] = sys.modules["onnxscript"] = None
 from pathlib import Path
 import numpy as np
 import packtrain.export.onnx
-from packtrain.export.onnx_networks import OnnxText, Session
+from packtrain.recipes.onnx import Session
+from packtrain.recipes.transformer_onnx import OnnxText
 from packtrain.recipes.recipe import Decoding
 encoder, decoder = (Session(Path(sys.argv[1], "onnx", f"{name}.onnx")) for name in ("encoder", "decoder"))
 source = np.arange(4, 12).reshape(2, 4)

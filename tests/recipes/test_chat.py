@@ -1,7 +1,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -15,7 +15,7 @@ from pack.corpus import write_pairs
 from packtrain.data.order import block
 from packtrain.errors import Mistake
 from packtrain.pack.vocabulary import BOS, EOS, PAD
-from packtrain.recipes import Decoding, EvaluationRequest, Measurement, Recipe, Scores
+from packtrain.recipes import Decoding, EvaluationRequest, Measurement, Prediction, Recipe, Scores
 from packtrain.recipes.chat import Chat, distinct
 
 MakeRecipe = Callable[..., Recipe]
@@ -163,24 +163,29 @@ def test_distinct_is_the_share_of_different_ngrams(texts: list[str], size: int, 
 # Replies.
 
 
+def replied(chat: Chat, model: nn.Module, turns: Sequence[str], decoding: Decoding) -> Prediction:
+    [reply] = chat.reply(model, [turns], decoding)
+    return reply
+
+
 def test_a_reply_depends_on_the_last_turns_only(chat: Chat) -> None:
     model, decoding = model_of(chat, 3), Decoding(1, repetition=1.5)
     for turns in (TALK[:1], TALK[:3], ["something older", *TALK[:3]]):
-        assert chat.converse(model, turns, decoding) == chat.converse(model, turns[-3:], decoding)
-    assert chat.converse(model, TALK[:1], decoding) == chat.predict(model, TALK[:1], decoding)[0]
+        assert replied(chat, model, turns, decoding) == replied(chat, model, turns[-3:], decoding)
+    assert replied(chat, model, TALK[:1], decoding) == chat.predict(model, TALK[:1], decoding)[0]
 
 
 def test_earlier_turns_change_the_reply(chat: Chat) -> None:
     decoding = Decoding(1)
-    answers = {chat.converse(model_of(chat, 3), [one, "and you"], decoding).text for one in TALK}
+    answers = {replied(chat, model_of(chat, 3), [one, "and you"], decoding).text for one in TALK}
     assert len(answers) > 1
 
 
 def test_a_conversation_of_any_length_gets_a_reply(make_chat: Callable[..., Chat]) -> None:
     short = make_chat(prompt=5, reply=4)
     long, last = ["how are you today"] * 50, ["how are you today"]
-    assert short.converse(model_of(short), long, Decoding(2)) == short.converse(model_of(short), last, Decoding(2))
-    assert short.converse(model_of(short), ["", "  "], Decoding()).text == ""
+    assert replied(short, model_of(short), long, Decoding(2)) == replied(short, model_of(short), last, Decoding(2))
+    assert replied(short, model_of(short), ["", "  "], Decoding()).text == ""
 
 
 @pytest.mark.parametrize("decoding", [Decoding(1), Decoding(4), Decoding(nucleus=0.9, temperature=1.5, seed=7)])

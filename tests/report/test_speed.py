@@ -9,7 +9,7 @@ import pytest
 from packtrain.job import Job
 from packtrain.observe.evidence import Evidence
 from packtrain.pack.manifest import FORMAT, Manifest
-from packtrain.plan.sizes import known_model
+from packtrain.plan.workload import known_model
 from packtrain.report.finding import Rows
 from packtrain.report.speed import balance, data_loading, devices, duration, flops_used, network, scaling, step_times
 from packtrain.run.checkpoint import Checkpoint, StoredFile

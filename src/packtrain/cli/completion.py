@@ -234,12 +234,12 @@ def _values(parameter: Parameter, text: str, typed: _Typed) -> Iterator[Candidat
     if "RUN" in names or (names == ["MODEL"] and "run" in parameter.help):
         yield from map(Candidate, _runs(typed.options.get("--store") or default_store()))
     if metavar == "KIND":
-        templates = (files("packtrain.cli") / "templates").iterdir()
-        yield from (
-            Candidate(name.removesuffix(".yaml"))
-            for name in sorted(one.name for one in templates)
-            if name.endswith(".yaml")
-        )
+        # By the names of files: importing the recipes takes longer than a person waits for a completion.
+        package = files("packtrain")
+        recipes = {folder.name for folder in (package / "recipes").iterdir() if (folder / "job.yaml").is_file()}
+        others = {path.name for path in (package / "cli" / "templates").iterdir()}
+        kinds = recipes | {name.removesuffix(".yaml") for name in others if name.endswith(".yaml")}
+        yield from map(Candidate, sorted(kinds))
 
 
 def _runs(location: str) -> list[str]:

@@ -5,18 +5,19 @@ from __future__ import annotations
 import json
 import os
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field, replace
 from importlib.resources import files
 from pathlib import Path
 from string import Template
 
-from packtrain.cli import toy_data
 from packtrain.cli.schema import EDITOR_LINE, write_beside
 from packtrain.cli.splits import Ask, Splits, find_splits
 from packtrain.errors import Mistake, nearest
 from packtrain.job.part import is_address, is_name
+from packtrain.recipes import RECIPES, recipe_template
+from packtrain.recipes.template import Files, JobTemplate, divided, english, german, lines
 
 _COMMENT_COLUMN = 35
 _COMMENT = re.compile(r"^( *[^ #\n].*?) +# ", re.MULTILINE)
@@ -28,62 +29,33 @@ _HELD_OUT = "5 %"  # where a person has no validation data
 _PLAIN = re.compile(r"[A-Za-z0-9_./-]+")
 
 
-@dataclass(frozen=True)
-class JobTemplate:
-    """A kind of job: the `format` of its data, and the `paths` of a split in its toy data."""
-
-    about: str
-    format: str = ""
-    paths: tuple[str, ...] = ()
-    make_data: Callable[[], toy_data.Files] = dict
-    modules: tuple[str, ...] = ()
-    """Python files that are written beside the job file."""
-    example: str = ""
-    """Arguments of `packtrain predict` to try after the first run; `$data` is the directory of the data."""
-    duration: str = ""
-    """How long to train on the toy data."""
+def languages() -> Files:
+    """Return number words with their language."""
+    contents: Files = {}
+    for split, numbers in divided(range(1, 1000)):
+        rows = [row for number in numbers for row in ((english(number), "English"), (german(number), "German"))]
+        texts = [json.dumps({"source": text, "target": name}, ensure_ascii=False) for text, name in rows]
+        contents[f"{split}.jsonl"] = lines(texts)
+    return contents
 
 
-TEMPLATES: Mapping[str, JobTemplate] = {
-    "caption": JobTemplate(
-        "caption an image",
-        "coco",
-        ("$split.json", "$split"),
-        toy_data.scenes,
-        example="$data/valid/000.png --attention-maps .",
-    ),
-    "chat": JobTemplate(
-        "reply to a message",
-        "dialogue",
-        ("$split.tsv",),
-        toy_data.small_talk,
-        example='"what comes after Monday?"',
-        duration="300 steps",
-    ),
-    "classify": JobTemplate(
-        "classify an image",
-        "imagenet",
-        ("$split",),
-        toy_data.shapes,
-        example="$data/valid/star/00.png",
-    ),
+_FOLDER = files("packtrain.cli") / "templates"
+_OTHERS = {
     "own": JobTemplate(
         "your own recipe, with an example that detects the language of a text",
+        _FOLDER / "own.yaml",
         "folder",
         ("$split.jsonl",),
-        toy_data.languages,
-        modules=("languages.py",),
+        languages,
+        modules=(_FOLDER / "languages.py",),
         example='"zweihundertelf"',
     ),
-    "program": JobTemplate("any program that runs under torchrun", modules=("train.py",)),
-    "translate": JobTemplate(
-        "translate a sentence",
-        "bitext",
-        ("$split.en", "$split.de"),
-        toy_data.counting,
-        example='"we need two hundred and six chairs."',
-        duration="500 steps",
+    "program": JobTemplate(
+        "any program that runs under torchrun", _FOLDER / "program.yaml", modules=(_FOLDER / "train.py",)
     ),
+}
+TEMPLATES: Mapping[str, JobTemplate] = {
+    name: _OTHERS.get(name) or recipe_template(name) for name in sorted([*RECIPES, *_OTHERS])
 }
 
 
@@ -122,9 +94,9 @@ def write_job(request: InitRequest, ask: Ask = lambda _question, _answers: None)
     folder, data = request.path.parent, request.path.with_name(f"{request.path.stem}-data")
     if request.path.exists():
         raise Mistake(f"{request.path} exists; use another name, e.g. packtrain init {request.kind} my.yaml")
-    modules = [folder / module for module in template.modules]
     # A module that exists is the user's own, perhaps from an earlier `init`: keep it.
-    beside = {module: _resource(module.name) for module in modules if not module.exists()}
+    modules = ((folder / module.name, module) for module in template.modules)
+    beside = {path: module.read_bytes() for path, module in modules if not path.exists()}
     result = InitResult([str(request.path), *map(str, beside)])
     if request.train:
         if not template.format:
@@ -144,7 +116,7 @@ def write_job(request: InitRequest, ask: Ask = lambda _question, _answers: None)
             example = Template(template.example).substitute(data=data)
             result = InitResult([*result.files, f"{data} with toy data"], f"{name} {example}")
     settings = _LANGUAGE if request.train else {**_FEW_WORDS, "duration": template.duration}
-    text = Template(_resource(f"{request.kind}.yaml").decode()).substitute(sources, name=name, **settings)
+    text = Template(template.job.read_text("utf-8")).substitute(sources, name=name, **settings)
     held_out = f"  valid: {_HELD_OUT} # of the training data, chosen by a hash of each sample\n"
     text = text.replace("  valid: []\n", held_out)
     if sources.get("test"):
@@ -174,10 +146,6 @@ def template_of(kind: str) -> JobTemplate:
     if kind not in TEMPLATES:
         raise Mistake(f"init: unknown kind {kind[:60]!r}; {nearest(kind, TEMPLATES)}")
     return TEMPLATES[kind]
-
-
-def _resource(name: str) -> bytes:
-    return (files("packtrain.cli") / "templates" / name).read_bytes()
 
 
 def _toy_source(template: JobTemplate, split: str, folder: str) -> str:

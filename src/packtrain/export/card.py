@@ -18,12 +18,6 @@ from packtrain.report.markdown import plain
 if TYPE_CHECKING:
     from packtrain.export.onnx import OwnGraph
 
-_TASKS: Mapping[str, str] = {
-    "translate": "translation",
-    "chat": "text-generation",
-    "classify": "image-classification",
-    "caption": "image-to-text",
-}
 _UNKNOWN_LICENSE = "other"  # as the hub calls a license that it does not know
 
 
@@ -34,17 +28,17 @@ def card_of(
 
     `own` describes the model of a user's recipe, which only its author can use.
     """
-    front = yaml.safe_dump(_front_matter(manifest, job, license_name), sort_keys=False, allow_unicode=True)
+    front = yaml.safe_dump(_front_matter(manifest, job, recipe, license_name), sort_keys=False, allow_unicode=True)
     return f"---\n{front}---\n\n" + "\n".join(_body(manifest, job, recipe, license_name, own)) + "\n"
 
 
-def _front_matter(manifest: ModelManifest, job: Job, license_name: str | None) -> dict[str, Any]:
-    task = _TASKS.get(manifest.recipe)
+def _front_matter(manifest: ModelManifest, job: Job, recipe: Recipe, license_name: str | None) -> dict[str, Any]:
+    task = recipe.words.hub_task
     matter: dict[str, Any] = {"license": license_name or _UNKNOWN_LICENSE, "library_name": manifest.form}
-    if task is not None:
+    if task:
         matter["pipeline_tag"] = task
     matter["tags"] = ["packtrain", manifest.recipe.partition(":")[0], manifest.precision]
-    if task is not None and manifest.scores:
+    if task and manifest.scores:
         results = [_result(manifest, job, task, split) for split in _by_split(manifest.scores)]
         matter["model-index"] = [{"name": manifest.origin.run, "results": results}]
     return matter

@@ -26,13 +26,11 @@ from packtrain.export.model import (
     MANIFEST,
     VOCABULARY,
     ExportedModel,
-    Form,
     ModelManifest,
     Origin,
     Parity,
-    Precision,
     decode_manifest,
-    form_of,
+    exportable,
     is_model,
 )
 from packtrain.export.predict import TrainedModel, load_model, weights_file
@@ -41,6 +39,7 @@ from packtrain.job import Job
 from packtrain.job.job import BudgetSettings, CheckpointSettings, FleetSettings
 from packtrain.observe.status import read_end
 from packtrain.recipes import EvaluationRequest, Recipe
+from packtrain.recipes.forms import Exportable, Form, Precision, form_of
 from packtrain.recipes.recipe import LAST_EPOCH, Network, Scores
 from packtrain.recipes.statistics import Floats
 from packtrain.run.checkpoint import Checkpoint, Choice, StoredFile, candidates, fetch
@@ -86,9 +85,12 @@ def export_run(run: Run, folder: Path, options: ExportOptions, say: Say, accept:
     if options.average > 1:
         checkpoints = _average(run, trained, options)
         say(f"averaged the weights of steps {', '.join(str(one.step) for one in checkpoints)}")
-    form = options.form or trained.recipe.forms[0]
-    if form not in trained.recipe.forms:
-        raise Mistake(f"--format {quoted(form)}: {run.job.recipe} has {' and '.join(trained.recipe.forms)}")
+    if not run.job.has_own_code:
+        exportable(str(run.job.recipe))
+    forms = list(trained.recipe.forms if isinstance(trained.recipe, Exportable) else Exportable.forms)
+    form = options.form or forms[0]
+    if form not in forms:
+        raise Mistake(f"--format {quoted(form)}: {run.job.recipe} has {' and '.join(forms)}")
     if run.job.has_own_code and options.precision != "fp32":
         raise Mistake(f"--int8: not supported for {run.job.recipe}, a recipe of your own; remove it")
     with _appearing(folder) as new:
@@ -104,7 +106,7 @@ def export_run(run: Run, folder: Path, options: ExportOptions, say: Say, accept:
 
 
 def _written(
-    run: Run, trained: TrainedModel, checkpoints: list[Checkpoint], folder: Path, form: str, options: ExportOptions
+    run: Run, trained: TrainedModel, checkpoints: list[Checkpoint], folder: Path, form_name: str, options: ExportOptions
 ) -> ModelManifest:
     """Write all files of the model, the manifest last."""
     from packtrain.export.onnx import OwnGraph, export_own, write_weights
@@ -115,11 +117,13 @@ def _written(
     if run.job.has_own_code:
         graph = export_own(recipe, model, folder)  # compares its outputs itself: nobody else knows what they mean
     else:
-        form_of(form).write(recipe, model, folder, options.precision)
+        assert isinstance(recipe, Exportable)
+        form = form_of(type(recipe), form_name)
+        form.write(recipe, model, folder, options.precision)
         write_context(recipe, folder)
         if recipe.inputs == "images":
             write_weights(model, folder)
-        parity = (measure_parity(trained, form_of(form), folder, options),)
+        parity = (measure_parity(recipe, model, form, folder, options),)
     origin = Origin(
         run=run.name,
         checkpoints=tuple(one.name for one in checkpoints),
@@ -131,7 +135,7 @@ def _written(
     )
     scores = {name: float(value) for name, value in read_end(run, state_of(run)).scores.items()}
     manifest = ModelManifest(
-        FORMAT, str(run.job.recipe), form, options.precision, recipe.labels, origin, parity, scores, files=()
+        FORMAT, str(run.job.recipe), form_name, options.precision, recipe.labels, origin, parity, scores, files=()
     )
     (folder / CARD).write_text(card_of(manifest, run.job, recipe, options.license, graph), encoding="utf-8")
     manifest = replace(manifest, files=tuple(_stored_files(folder)))
@@ -249,12 +253,11 @@ def _appearing(folder: Path) -> Iterator[Path]:
 # Parity.
 
 
-def measure_parity(trained: TrainedModel, form: Form, folder: Path, options: ExportOptions) -> Parity:
+def measure_parity(recipe: Exportable, model: nn.Module, form: Form, folder: Path, options: ExportOptions) -> Parity:
     """Compare the exported model with the trained one; raise TooFar if it is worse than the tolerance allows.
 
     A few samples give either model a better score by chance. So the interval of the difference decides, not its value.
     """
-    recipe, model, _ = trained
     [(metric, usual)] = recipe.tolerances.items()
     split = "valid" if recipe.count("valid") else "test"
     ids = spread(recipe.count(split), options.samples)

@@ -10,72 +10,30 @@ vocabulary.json   for texts
 from __future__ import annotations
 
 import io
-from abc import ABC, abstractmethod
-from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from functools import cached_property
-from importlib import import_module
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal
+from typing import Annotated, Any
 
 from PIL import Image
 from pydantic import Field, ValidationError
 
 from packtrain.data.pack import Pack
-from packtrain.errors import Mistake, NotFound, PacktrainError, harmless, nearest, printable, quoted
+from packtrain.errors import Mistake, NotFound, PacktrainError, harmless, printable, quoted
 from packtrain.export.bootstrap import Interval
 from packtrain.job import Job
 from packtrain.pack.manifest import FORMAT as PACK_FORMAT
 from packtrain.pack.manifest import Manifest, PackFile
 from packtrain.recipes import Recipe, recipe_class
+from packtrain.recipes.forms import Exportable, Precision, form_of
 from packtrain.recipes.recipe import Network
 from packtrain.run.checkpoint import StoredFile
 from packtrain.store.records import Count, DamagedRecord, Digest, FileName, Label, Many, Measurements, Time, decode
 from packtrain.system import sha256_of
 
-if TYPE_CHECKING:
-    from torch import nn
-
 FORMAT = 1
 MANIFEST, CARD, JOB, VOCABULARY = "model.json", "README.md", "job.json", "vocabulary.json"
 MAX_MANIFEST_BYTES = 4 << 20
-
-Precision = Literal["fp32", "int8"]
-
-# Names of classes, not the classes: reading a model imports one runtime only.
-FORMS: Mapping[str, str] = {
-    "ctranslate2": "packtrain.export.ctranslate2:Ctranslate2Form",
-    "onnx": "packtrain.export.onnx:OnnxForm",
-}
-
-
-class Form(ABC):
-    """A format of trained models with its runtime, such as ONNX."""
-
-    folder: ClassVar[str]
-    """The folder of its files in that of a model; it has no others."""
-    can_sample: ClassVar[bool] = True
-    """False if its runtime has only a beam search."""
-
-    @abstractmethod
-    def write(self, recipe: Recipe, model: nn.Module, folder: Path, precision: Precision) -> None:
-        """Write the files of the model to the folder; raise Mistake if this form cannot hold it."""
-
-    @abstractmethod
-    def load(self, recipe: Recipe, folder: Path, threads: int | None = None) -> Network:
-        """Return the network that these files hold; `threads` of the machine's cores compute, all if None."""
-
-    def files(self, folder: Path) -> set[str]:
-        """Return the names of all files that `load` may read, whether they exist or not."""
-        return {path.relative_to(folder).as_posix() for path in (folder / self.folder).rglob("*") if not path.is_dir()}
-
-
-def form_of(name: str) -> Form:
-    if name not in FORMS:
-        raise Mistake(f"no format {quoted(name)}; {nearest(name, FORMS)}")
-    module, _, attribute = FORMS[name].partition(":")
-    found: Form = getattr(import_module(module), attribute)()
-    return found
 
 
 @dataclass(frozen=True)
@@ -139,14 +97,14 @@ class ExportedModel:
             raise Mistake(f"{self.folder}: {JOB} is from another version of Packtrain; export the run again") from error
 
     @cached_property
-    def recipe(self) -> Recipe:
+    def recipe(self) -> Exportable:
         """The recipe, which knows what goes into the network and what its output means."""
-        return recipe_class(self.manifest.recipe)(self.job, HomePack(self.folder, self.manifest))
+        return exportable(self.manifest.recipe)(self.job, HomePack(self.folder, self.manifest))
 
     def network(self, threads: int | None = None) -> Network:
         """Load the network, and try it: a file can be what its digest says, and still be damaged or foreign."""
         try:
-            network = form_of(self.manifest.form).load(self.recipe, self.folder, threads)
+            network = form_of(type(self.recipe), self.manifest.form).load(self.recipe, self.folder, threads)
             self.recipe.predict(network, trial_inputs(self.recipe), replace(self.recipe.decoding, n_best=1))
         except PacktrainError:
             raise
@@ -158,17 +116,22 @@ class ExportedModel:
         return network
 
 
+def exportable(name: str) -> type[Exportable]:
+    """Return the class of a recipe whose models can be exported."""
+    recipe = recipe_class(name)
+    if not issubclass(recipe, Exportable):
+        raise Mistake(f"models of {name} cannot be exported: it has no ONNX graphs")
+    return recipe
+
+
 def trial_inputs(recipe: Recipe) -> list[Any]:
     """Return inputs of different sizes for the first computation of a network."""
     if recipe.inputs == "texts":
         return ["Hello, world!", "Hello"]
-    return [_image(64, 64), _image(96, 48)]
-
-
-def _image(width: int, height: int) -> bytes:
-    file = io.BytesIO()
-    Image.new("RGB", (width, height), "gray").save(file, "PNG")
-    return file.getvalue()
+    files = [io.BytesIO(), io.BytesIO()]
+    for file, size in zip(files, ((64, 64), (96, 48)), strict=True):
+        Image.new("RGB", size, "gray").save(file, "PNG")
+    return [file.getvalue() for file in files]
 
 
 class HomePack(Pack):
@@ -196,7 +159,9 @@ def read_model(folder: Path) -> ExportedModel:
     manifest, name = read_manifest(folder), printable(str(folder))
     if ":" in manifest.recipe:
         raise Mistake(f"{name}: {manifest.recipe} is a recipe of your own; use its files with their own runtime")
-    used = {JOB, *form_of(manifest.form).files(folder)} | {VOCABULARY for _ in folder.glob(VOCABULARY)}
+    used = {JOB, *form_of(exportable(manifest.recipe), manifest.form).files(folder)} | {
+        VOCABULARY for _ in folder.glob(VOCABULARY)
+    }
     if unlisted := sorted(used - {file.name for file in manifest.files}):
         fault = f"{printable(unlisted[0], 80)} is not listed in {MANIFEST}, so it cannot be verified"
         raise Mistake(f"{name}: {fault}; export or copy the model again")

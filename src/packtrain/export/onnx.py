@@ -24,21 +24,18 @@ import numpy as np
 
 from packtrain.data.order import Ids
 from packtrain.errors import Mistake, harmless
-from packtrain.export.model import Form, Precision
-from packtrain.export.onnx_networks import GraphValue, OnnxCaptioner, OnnxClassifier, OnnxText, Session, external_files
 from packtrain.identity import install_command
 from packtrain.pack.tiles import Pixels
 from packtrain.recipes import Recipe
-from packtrain.recipes.caption import Caption
-from packtrain.recipes.classify import Classify
+from packtrain.recipes.forms import Exportable, Form, Precision
 from packtrain.recipes.images import ImageRecipe
-from packtrain.recipes.pairs import PairRecipe
+from packtrain.recipes.onnx import GraphValue, Session, external_files
 from packtrain.recipes.recipe import Network
 
 if TYPE_CHECKING:
     from torch import Tensor, nn
 
-    from packtrain.export.graphs import Graph
+    from packtrain.recipes.graphs import Graph
 
 OWN_FILE = "model.onnx"
 WEIGHTS_FILE = "model.safetensors"
@@ -51,16 +48,16 @@ _MAX_FILE_BYTES = 1 << 30  # of a graph with its weights: beyond 2 GB they must 
 class OnnxForm(Form):
     folder = "onnx"
 
-    def write(self, recipe: Recipe, model: nn.Module, folder: Path, precision: Precision) -> None:
+    def write(self, recipe: Exportable, model: nn.Module, folder: Path, precision: Precision) -> None:
         require_exporter()
-        from packtrain.export.graphs import graphs_of, with_byte_embedding
+        from packtrain.recipes.graphs import with_byte_embedding
 
         # A copy: the trained model may be on a GPU, where its own evaluations should stay fast.
         model = copy.deepcopy(model).cpu().eval()
         if precision == "int8":
             model = with_byte_embedding(model)
         (folder / self.folder).mkdir(parents=True, exist_ok=True)
-        for name, graph in graphs_of(model).items():
+        for name, graph in recipe.graphs(model).items():
             path = folder / self.folder / f"{name}.onnx"
             if precision == "fp32":
                 write_graph(graph, path)
@@ -73,17 +70,8 @@ class OnnxForm(Form):
                 else:
                     _quantize_products(whole, path)
 
-    def load(self, recipe: Recipe, folder: Path, threads: int | None = None) -> Network:
-        def session(name: str) -> Session:
-            return Session(folder / self.folder / f"{name}.onnx", threads)
-
-        if isinstance(recipe, PairRecipe):
-            return OnnxText(session("encoder"), session("decoder"), len(recipe.pack.vocabulary))
-        if isinstance(recipe, Caption):
-            return OnnxCaptioner(session("encoder"), session("decoder"), len(recipe.pack.vocabulary))
-        if isinstance(recipe, Classify):
-            return OnnxClassifier(session("classifier"), len(recipe.labels))
-        raise Mistake(f"{recipe.job.recipe}: use {OWN_FILE} with ONNX Runtime itself")
+    def load(self, recipe: Exportable, folder: Path, threads: int | None = None) -> Network:
+        return recipe.onnx_network(lambda name: Session(folder / self.folder / f"{name}.onnx", threads))
 
     def files(self, folder: Path) -> set[str]:
         graphs = [path for path in (folder / self.folder).glob("*.onnx") if path.is_file()]  # opening a pipe would wait
@@ -116,7 +104,7 @@ def write_graph(graph: Graph, path: Path) -> None:
     """Export a graph with sizes of inputs as free as it says."""
     import torch
 
-    from packtrain.export.graphs import PlainArguments
+    from packtrain.recipes.graphs import PlainArguments
 
     module = PlainArguments(graph.module).eval()
     # Clones: torch takes two inputs with the same tensor for one.
@@ -215,11 +203,8 @@ def calibration_images(recipe: ImageRecipe[Any]) -> list[Pixels]:
     """Return images of the training split as an evaluation would show them, in batches."""
     size, count = recipe.final_settings.size, recipe.count("train")
     chosen = np.unique(np.linspace(0, count - 1, min(count, _CALIBRATION_IMAGES)).astype(np.int64))
-    batches = recipe.copies.batches("train", size)
-    parts = [chosen[start : start + _CALIBRATION_BATCH] for start in range(0, len(chosen), _CALIBRATION_BATCH)]
-    if isinstance(recipe, Caption):
-        return [batches.whole(part, size) for part in parts]
-    return [batches.centered(part, size, size) for part in parts]
+    starts = range(0, len(chosen), _CALIBRATION_BATCH)
+    return [recipe.evaluated("train", chosen[start : start + _CALIBRATION_BATCH], size) for start in starts]
 
 
 # Models of own recipes.

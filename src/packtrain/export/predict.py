@@ -20,7 +20,7 @@ from packtrain.pack.raw import is_text
 from packtrain.pack.tiles import Tiled
 from packtrain.recipes import Decoding, Prediction, Recipe, recipe_of
 from packtrain.recipes.images import ImageRecipe
-from packtrain.recipes.recipe import InputMistake, Network
+from packtrain.recipes.recipe import Conversational, InputMistake, Network
 from packtrain.run.checkpoint import Checkpoint, Choice, CorruptCheckpoint, candidates, fetch, parts_of
 from packtrain.run.run import Run
 from packtrain.run.trust import Accept, refuse, require_trust
@@ -137,11 +137,13 @@ class Predictor:
         """Return the reply to these turns; sampled replies use another seed in every turn."""
         decoding = self.check_conversation(options)
         _check_text(turns[-1], "the input")
-        return self.recipe.converse(self.model, turns, replace(decoding, seed=decoding.seed + len(turns)))
+        assert isinstance(self.recipe, Conversational)
+        [reply] = self.recipe.reply(self.model, [turns], replace(decoding, seed=decoding.seed + len(turns)))
+        return reply
 
     def check_conversation(self, options: DecodeOptions) -> Decoding:
         """Return how replies are generated; raise Mistake if the recipe does not support chat or an option."""
-        if not self.recipe.supports_chat:
+        if not isinstance(self.recipe, Conversational):
             raise Mistake(f"--chat: {self.recipe.job.recipe} does not support it; pass inputs without --chat")
         return self.decoding(options)
 

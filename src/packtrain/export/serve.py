@@ -366,7 +366,7 @@ class Endpoints:
             if not spoken or spoken[-1].role != "user":
                 raise RequestFault(400, "messages: the last one must be of the user", param="messages")
             turns = _checked([turn.text for turn in spoken], "messages")
-            is_conversation = self._service.model.recipe.supports_chat
+            is_conversation = self._service.entry.packtrain.chat
             value = tuple(turns) if is_conversation else turns[-1]
             rows = await self._completed(request, message, [Question(value, message.limit)], is_conversation, deadline)
         [(written, usage)] = rows

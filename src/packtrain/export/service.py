@@ -17,13 +17,14 @@ from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, disa
 from packtrain.errors import Mistake
 from packtrain.export.batching import Batched, Batcher, BatchTimes
 from packtrain.export.messages import MAX_INPUTS, ModelEntry, ModelFacts, ServiceLimits
-from packtrain.export.model import ExportedModel, form_of, trial_inputs
+from packtrain.export.model import ExportedModel, trial_inputs
 from packtrain.export.predict import DecodeOptions
 from packtrain.pack.picture import pixels_to_decode
 from packtrain.recipes import Decoding, Prediction, Recipe
-from packtrain.recipes.caption import MAX_CAPTION_TOKENS
+from packtrain.recipes.forms import form_of
+from packtrain.recipes.images import ImageRecipe
 from packtrain.recipes.pairs import MAX_INPUT_TOKENS, PairRecipe
-from packtrain.recipes.recipe import InputMistake, Network
+from packtrain.recipes.recipe import Conversational, InputMistake, Network
 
 # The work that counts as one input: tokens that are read, or written in every hypothesis, and pixels of a file.
 _TOKENS_PER_INPUT, _PIXELS_PER_INPUT = 512, 1_000_000
@@ -94,7 +95,7 @@ class ServedModel:
             manifest.precision,
             origin.step,
             origin.made,
-            form_of(manifest.form).can_sample,
+            form_of(type(model.recipe), manifest.form).can_sample,
         )
 
 
@@ -270,7 +271,7 @@ class Service:
             precision=model.precision,
             step=model.step,
             inputs=recipe.inputs,
-            chat=recipe.supports_chat,
+            chat=isinstance(recipe, Conversational),
             options=sorted(model.options),
             beam=recipe.decoding.beam,
             limits=limits,
@@ -310,7 +311,7 @@ class Service:
         recipe, values = self.model.recipe, [question.value for question in questions]
         if isinstance(recipe, PairRecipe):
             return [1 + tokens // _TOKENS_PER_INPUT for tokens in _tokens(recipe, values, manner.decoding)]
-        written = manner.decoding.beam * MAX_CAPTION_TOKENS if "beam" in recipe.decode_options else 0
+        written = manner.decoding.beam * recipe.longest_output if isinstance(recipe, ImageRecipe) else 0
         sizes: list[int] = []
         for value in values:
             assert isinstance(value, bytes)
@@ -357,6 +358,7 @@ class Service:
         if recipe.inputs == "images":
             return [Answer(prediction, 0, ()) for prediction in recipe.predict(network, values, manner.decoding)]
         if manner.is_conversation:
+            assert isinstance(recipe, Conversational)
             predictions = recipe.reply(network, values, manner.decoding)
         else:
             predictions = recipe.predict(network, values, manner.decoding)

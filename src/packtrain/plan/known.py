@@ -29,8 +29,7 @@ from packtrain.plan.estimate import (
     goal_of,
     speed_from_table,
 )
-from packtrain.plan.sizes import known_data, known_model
-from packtrain.plan.workload import workload_of
+from packtrain.plan.workload import known_data, known_model, workload_of
 from packtrain.run.records import Forecast
 from packtrain.run.run import Run
 from packtrain.store.records import MAX_RECORD_BYTES, Many, decode, encode

@@ -48,9 +48,9 @@ from packtrain.plan.known import KnownSpeeds, remember_speeds
 from packtrain.plan.probe import SECONDS, Measured, ProbeRequest, probe
 from packtrain.plan.raw import LargerVocabulary, RawHead, enlarge_vocabulary, file_bytes, pack_head
 from packtrain.plan.sets import UnseenData, said_data, unseen_data
-from packtrain.plan.sizes import built_in_model
-from packtrain.plan.workload import DataSize, ModelSize, data_size, estimated_data, model_size, workload_of
+from packtrain.plan.workload import DataSize, built_in_model, data_size, estimated_data, model_size, workload_of
 from packtrain.recipes import Recipe, recipe_class
+from packtrain.recipes.recipe import ModelSize
 from packtrain.run.code import snapshot
 from packtrain.store import Store, StoreAway, open_store
 from packtrain.system import cache_directory

@@ -1,11 +1,14 @@
-"""The size of a job: its model on torch's meta device, where weights have a shape but no memory; its data and steps."""
+"""The size of a job: its model, its data and its steps.
+
+The model of a user's own recipe is built on torch's meta device, where weights have a shape but no memory.
+"""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
 from contextlib import ExitStack, suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
@@ -13,10 +16,12 @@ from numpy.typing import NDArray
 
 from packtrain.data.order import Ids, draws, micro_batches
 from packtrain.job.job import Job, TrainSettings
+from packtrain.pack.kind import kind_of
+from packtrain.pack.manifest import Manifest
 from packtrain.plan.estimate import Workload
-from packtrain.recipes import Recipe
-from packtrain.recipes.pairs import LOGITS_HELD, MEASURE_TOKENS, PairRecipe
-from packtrain.recipes.recipe import Family, training_order
+from packtrain.recipes import Recipe, built_in
+from packtrain.recipes.pairs import MEASURE_TOKENS
+from packtrain.recipes.recipe import ModelSize, Sized, training_order
 
 if TYPE_CHECKING:
     import torch
@@ -25,25 +30,6 @@ if TYPE_CHECKING:
 
 _COUNTED_BATCHES = 3  # of which operations and activations are counted
 _FLOPS_PER_WEIGHT = 6  # for each unit, forward and backward, where they cannot be counted
-
-
-@dataclass(frozen=True)
-class ModelSize:
-    """`trained` are the parameters that learn; operations and activations are for one unit of a batch.
-
-    With activation checkpointing, `block_flops` are computed once more, and `checkpointed_bytes` are kept instead of
-    `activation_bytes`. `evaluation_bytes` are those of its outputs.
-    """
-
-    parameters: int
-    trained: int
-    buffer_bytes: int
-    flops: float
-    activation_bytes: float
-    block_flops: float
-    checkpointed_bytes: float
-    family: Family = "transformer"
-    evaluation_bytes: float = 0.0
 
 
 @dataclass(frozen=True)
@@ -132,7 +118,40 @@ def estimated_data(
     )
 
 
+def known_data(job: Job, manifest: Manifest) -> DataSize:
+    """Return the size of the data as far as the manifest tells; the tokens of pairs follow from the size of shards."""
+    train = manifest.splits["train"]
+    size, cost = sum(shard.bytes for shard in train.shards), kind_of(manifest.kind).mean_cost(train)
+    valid, test = (manifest.splits[name].samples if name in manifest.splits else 0 for name in ("valid", "test"))
+    return estimated_data(job, train.sources, [cost] * len(train.sources), size, valid, test)
+
+
+# The model: by the recipe's arithmetic, or by a count of what a user's own recipe computes.
+
+
+def known_model(job: Job, manifest: Manifest) -> ModelSize | None:
+    """Return the size of the job's model without torch; None for a recipe of the user's own."""
+    return built_in_model(job, int(manifest.settings.get("vocabulary", 0)), len(manifest.classes))
+
+
+def built_in_model(job: Job, vocabulary: int, classes: int) -> ModelSize | None:
+    """Return the size of the job's model with so many pieces or classes; None for a recipe of the user's own."""
+    recipe = built_in(job.recipe)
+    return recipe.size(job, vocabulary, classes) if recipe is not None and issubclass(recipe, Sized) else None
+
+
 def model_size(recipe: Recipe) -> ModelSize:
+    """Return the size of the recipe's model on its pack."""
+    return built_in_model(recipe.job, *_rows(recipe)) or counted_size(recipe)
+
+
+def _rows(recipe: Recipe) -> tuple[int, int]:
+    """Return the number of pieces in the vocabulary, and of classes."""
+    manifest = recipe.pack.manifest
+    return 0 if manifest.vocabulary is None else len(recipe.pack.vocabulary), len(manifest.classes)
+
+
+def counted_size(recipe: Recipe) -> ModelSize:
     """Build the recipe's model on the meta device; count its parameters, and the work of a few batches."""
     import torch
 
@@ -141,19 +160,22 @@ def model_size(recipe: Recipe) -> ModelSize:
     recipe.prepare(0, model)
     model.train()
     parameters = list(model.parameters())
-    trained = sum(one.numel() for one in parameters if one.requires_grad)
+    trained = sum(parameter.numel() for parameter in parameters if parameter.requires_grad)
     work = _work(recipe, model)
-    return ModelSize(
-        sum(one.numel() for one in parameters),
+    size = ModelSize(
+        sum(parameter.numel() for parameter in parameters),
         trained,
-        sum(one.numel() * one.element_size() for one in model.buffers()),
+        sum(buffer.numel() * buffer.element_size() for buffer in model.buffers()),
         work.flops or float(_FLOPS_PER_WEIGHT * trained),
         work.activation_bytes,
         work.block_flops or float(_FLOPS_PER_WEIGHT * trained) / 3,
         work.checkpointed_bytes,
-        recipe.family,
-        4.0 * LOGITS_HELD * len(recipe.pack.vocabulary) if isinstance(recipe, PairRecipe) else 0.0,
+        "transformer" if recipe.unit == "tokens" else "bottleneck",
     )
+    if not isinstance(recipe, Sized):
+        return size
+    alike = recipe.size(recipe.job, *_rows(recipe))
+    return replace(size, family=alike.family, evaluation_bytes=alike.evaluation_bytes)
 
 
 class _Work(NamedTuple):

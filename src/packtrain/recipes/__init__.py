@@ -12,6 +12,7 @@ from importlib import import_module, invalidate_caches
 from inspect import isclass
 from pathlib import Path
 from types import ModuleType
+from typing import TYPE_CHECKING
 
 from packtrain.errors import FieldMistake, Mistake, nearest
 from packtrain.job import Job
@@ -28,6 +29,9 @@ from packtrain.recipes.recipe import (
 from packtrain.run.code import unpacked
 from packtrain.run.run import Run
 
+if TYPE_CHECKING:
+    from packtrain.recipes.template import JobTemplate
+
 __all__ = [
     "RECIPES",
     "Batch",
@@ -41,6 +45,7 @@ __all__ = [
     "recipe_class",
     "recipe_defaults",
     "recipe_of",
+    "recipe_template",
     "use_code",
 ]
 
@@ -88,6 +93,13 @@ def recipe_defaults(
     name: str, code: Path | None = None, model: Mapping[str, object] | None = None
 ) -> Mapping[str, object]:
     return recipe_class(name, code).defaults_for(model or {})
+
+
+def recipe_template(name: str) -> JobTemplate:
+    """Return the job that a recipe of Packtrain starts from: TEMPLATE in the file template.py of its folder."""
+    module = RECIPES[name].partition(":")[0]
+    template: JobTemplate = import_module(f"{module}.template").TEMPLATE
+    return template
 
 
 def check_recipe(job: Job, code: Path | None = None) -> None:

@@ -8,11 +8,12 @@ from __future__ import annotations
 import hashlib
 import io
 import threading
-from collections.abc import Callable, Mapping, Sequence
+from abc import abstractmethod
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Generic, Literal, TypeVar
+from typing import TYPE_CHECKING, Any, ClassVar, Generic, Literal, NamedTuple, TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
@@ -27,7 +28,8 @@ from packtrain.job import Job
 from packtrain.job.job import EpochSettings
 from packtrain.pack.picture import MAX_BYTES, UnusableImage, to_tiled
 from packtrain.pack.tiles import Box, Pixels, Tiled, decode_crop
-from packtrain.recipes.recipe import LAST_EPOCH, Recipe
+from packtrain.recipes.forms import Exportable
+from packtrain.recipes.recipe import LAST_EPOCH, PASSES, ModelSize, Sized
 from packtrain.run.records import MAX_PICTURE_BYTES, Sample
 from packtrain.units import show_bytes
 
@@ -63,6 +65,72 @@ class ResNetShape:
     def total_stride(self) -> int:
         """Pixels of the image, on each side, for one position of the last map."""
         return (4 if self.stem == "large" else 1) << len(self.depths) - 1
+
+    def convolutions(self) -> Iterator[Convolution]:
+        """Yield the convolutions in order; a norm follows each."""
+        large = self.stem == "large"
+        yield Convolution("conv1", "bn1", 0, 3, self.width, 7 if large else 3, 2 if large else 1)
+        inputs, stride = self.width, 4 if large else 1
+        for stage, depth in enumerate(self.depths, 1):
+            width = self.width << stage - 1
+            outputs = width * (4 if self.block == "bottleneck" else 1)
+            for block in range(depth):
+                name, before, halves = f"layer{stage}.{block}", stride, stage > 1 and block == 0
+                stride *= 2 if halves else 1
+                layers = [(inputs, width, 3, stride), (width, width, 3, stride)]
+                if self.block == "bottleneck":
+                    layers = [(inputs, width, 1, before), (width, width, 3, stride), (width, outputs, 1, stride)]
+                for number, layer in enumerate(layers, 1):
+                    yield Convolution(f"{name}.conv{number}", f"{name}.bn{number}", stage, *layer)
+                if halves or inputs != outputs:
+                    shortcut = f"{name}.downsample"
+                    yield Convolution(f"{shortcut}.0", f"{shortcut}.1", stage, inputs, outputs, 1, stride)
+                inputs = outputs
+
+
+class Convolution(NamedTuple):
+    """A convolution of a ResNet, the norm after it, and the stage it is in, or 0 for the stem.
+
+    `stride` is the distance of its outputs in pixels of the image.
+    """
+
+    name: str
+    norm: str
+    stage: int
+    inputs: int
+    outputs: int
+    kernel: int
+    stride: int
+
+    @property
+    def weights(self) -> int:
+        return self.inputs * self.outputs * self.kernel**2
+
+
+def resnet_size(shape: ResNetShape, pixels: int, tuned_stages: int | None = None) -> ModelSize:
+    """Return the size without a last layer, of which the last stages learn; None means all and the stem.
+
+    Operations and activations are for one image.
+    """
+    first_tuned = 0 if tuned_stages is None else len(shape.depths) + 1 - tuned_stages
+    weights = trained = buffers = 0
+    flops = block_flops = kept = most = 0.0
+    for convolution in shape.convolutions():
+        positions = max(1, pixels // convolution.stride) ** 2
+        forward = 2.0 * convolution.weights * positions
+        weights += convolution.weights + 2 * convolution.outputs
+        buffers += 2 * 4 * convolution.outputs + 8
+        flops += forward
+        if convolution.stage >= first_tuned:
+            trained += convolution.weights + 2 * convolution.outputs
+            flops += (PASSES - 1) * forward
+            block_flops += forward
+            activations = 2 * 4.0 * convolution.outputs * positions
+            kept, most = kept + activations, max(most, activations)
+    # Of each convolution its input and that of its norm are kept; of a block, the input alone.
+    depth = 3 if shape.block == "bottleneck" else 2
+    least = min(kept, kept / (2 * depth) + depth * most)
+    return ModelSize(weights, trained, buffers, flops, kept, block_flops, least, shape.block)
 
 
 RESNETS: Mapping[str, ResNetShape] = {
@@ -107,7 +175,7 @@ class ImageCopies(Generic[Batches]):
             return self._open[name]
 
 
-class ImageRecipe(Recipe, Generic[Batches]):
+class ImageRecipe(Exportable, Sized, Generic[Batches]):
     """A recipe that learns from images: every sample costs 1, and all have the same length."""
 
     unit = "samples"
@@ -117,8 +185,14 @@ class ImageRecipe(Recipe, Generic[Batches]):
         super().__init__(job, pack)
         self.copies = ImageCopies(pack, job.data.sizes, make)
 
+    longest_output: ClassVar[int] = 0
+    """The most tokens of a prediction; 0 if it is no text."""
     prediction_side: int | None = None
     """The short side to which an image is reduced before it is cropped for a prediction; None keeps its size."""
+
+    @abstractmethod
+    def evaluated(self, split: str, ids: Ids, size: int) -> Pixels:
+        """Return images as an evaluation shows them to the model."""
 
     def read(self, source: ImageInput) -> Tiled:
         """Return an image that a user gives as a pack would have it."""

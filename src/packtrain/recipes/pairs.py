@@ -19,7 +19,9 @@ from packtrain.errors import FieldMistake
 from packtrain.job.job import Job, ModelSettings
 from packtrain.pack.shard import Ragged
 from packtrain.pack.vocabulary import EOS, MAX_TEXT_BYTES, PAD, is_too_long
+from packtrain.recipes.forms import Exportable
 from packtrain.recipes.recipe import (
+    PASSES,
     SHOWN_SAMPLES,
     Batch,
     Decoding,
@@ -27,11 +29,12 @@ from packtrain.recipes.recipe import (
     Hypothesis,
     InputMistake,
     Measurement,
+    ModelSize,
     Network,
     Prediction,
-    Recipe,
     Rows,
     Scores,
+    Sized,
     read_options,
     text_prediction,
 )
@@ -40,6 +43,10 @@ from packtrain.run.records import Sample
 
 if TYPE_CHECKING:
     from torch import Tensor, nn
+
+    from packtrain.recipes.graphs import Graph
+    from packtrain.recipes.onnx import Session
+    from packtrain.recipes.transformer import Transformer
 
 MEASURE_TOKENS = 8192  # of a batch whose loss is measured: bounds its memory
 LOGITS_HELD = 3  # with their softmax and what torch needs to compute it
@@ -76,6 +83,36 @@ class TokenPairs:
     target: Ragged | Column
 
 
+def padded_to_8(count: int) -> int:
+    """Round up to a multiple of 8, the tiles of a GPU's matrix units."""
+    return -(-count // 8) * 8
+
+
+def transformer_size(shape: TransformerShape, vocabulary: int) -> ModelSize:
+    width, inner, padded = shape.width, shape.feedforward, padded_to_8(vocabulary)
+    attention, norm = 4 * width * width + 4 * width, 2 * width
+    feedforward = 2 * width * inner + inner + width
+    layers = shape.encoder_layers * (attention + feedforward + 2 * norm)
+    layers += shape.decoder_layers * (2 * attention + feedforward + 3 * norm)
+    embedding = padded * width
+    weights = embedding + layers + 2 * norm
+    # For one target token there is about one source token; of both, each layer keeps its inputs and those inside.
+    layer, logits = 12 * width + 2 * inner, LOGITS_HELD * padded
+    inside = (shape.encoder_layers + 2 * shape.decoder_layers) * layer + logits
+    inputs = (shape.encoder_layers + shape.decoder_layers) * width
+    return ModelSize(
+        parameters=weights,
+        trained=weights,
+        buffer_bytes=0,
+        flops=2.0 * PASSES * (layers + embedding),
+        activation_bytes=4.0 * inside,
+        block_flops=2.0 * layers,
+        checkpointed_bytes=4.0 * (inputs + 2 * layer + logits),
+        family="transformer",
+        evaluation_bytes=4.0 * logits,
+    )
+
+
 class TextNetwork(Network):
     """A Transformer that reads one text and writes another."""
 
@@ -96,7 +133,7 @@ class TextNetwork(Network):
         """Return the negative log-probability of each target after BOS, given its source. Both are padded."""
 
 
-class PairRecipe(Recipe):
+class PairRecipe(Exportable, Sized):
     """A Transformer that reads one text and writes another."""
 
     unit = "tokens"
@@ -134,6 +171,10 @@ class PairRecipe(Recipe):
     @property
     def width(self) -> int:
         return self.shape_of(self.job).width
+
+    @classmethod
+    def size(cls, job: Job, vocabulary: int, classes: int) -> ModelSize:  # noqa: ARG003
+        return transformer_size(cls.shape_of(job), vocabulary)
 
     # Data.
 
@@ -312,16 +353,33 @@ class PairRecipe(Recipe):
                 raise _too_long(texts, number, f"{len(row):,} tokens, more than {MAX_INPUT_TOKENS:,}")
         return rows
 
+    # Without torch.
+
+    def graphs(self, model: nn.Module) -> Mapping[str, Graph]:
+        from packtrain.recipes.transformer_graphs import graphs_of
+
+        return graphs_of(_transformer(model))
+
+    def onnx_network(self, session: Callable[[str], Session]) -> TextNetwork:
+        from packtrain.recipes.transformer_onnx import OnnxText
+
+        return OnnxText(session("encoder"), session("decoder"), len(self.pack.vocabulary))
+
+
+def _transformer(model: nn.Module | Network) -> Transformer:
+    from packtrain.recipes.transformer import Transformer
+
+    assert isinstance(model, Transformer)  # a recipe with another model has predictions of its own
+    return model
+
 
 def _network(model: nn.Module | Network) -> TextNetwork:
     """Return the model behind the interface that all of its forms share."""
     if isinstance(model, TextNetwork):
         return model
     from packtrain.recipes.decode import TorchText
-    from packtrain.recipes.transformer import Transformer
 
-    assert isinstance(model, Transformer)  # a recipe with another model has predictions of its own
-    return TorchText(model)
+    return TorchText(_transformer(model))
 
 
 def _too_long(texts: Sequence[str], number: int, size: str) -> InputMistake:

@@ -30,6 +30,7 @@ Shapes = Mapping[str, tuple[int, ...]]
 
 _COUNTER = "num_batches_tracked"  # of norms: files often lack it, and nothing depends on it
 _HEAD = ("fc.weight", "fc.bias")
+_NORM = ("weight", "bias", "running_mean", "running_var")
 _PICKLES = (b"PK\x03\x04", b"\x80")  # torch's archive of pickles, and a bare one
 
 # How pixels between 0 and 1 became numbers in training: mean and deviation of red, green and blue.
@@ -110,30 +111,13 @@ def _translated(name: str) -> str:
 
 def resnet_shapes(shape: ResNetShape, classes: int | None = None) -> dict[str, tuple[int, ...]]:
     """Return the shapes of the tensors of `ResNet(shape, classes)`, without counters."""
-    kernel = 7 if shape.stem == "large" else 3
-    found: dict[str, tuple[int, ...]] = {"conv1.weight": (shape.width, 3, kernel, kernel), **_norm("bn1", shape.width)}
-    inputs = shape.width
-    for stage, depth in enumerate(shape.depths):
-        width = shape.width << stage
-        outputs = width * (4 if shape.block == "bottleneck" else 1)
-        for block in range(depth):
-            name = f"layer{stage + 1}.{block}"
-            wide = [(width, inputs, 1), (width, width, 3), (outputs, width, 1)]
-            basic = [(width, inputs, 3), (width, width, 3)]
-            convolutions = wide if shape.block == "bottleneck" else basic
-            for number, (to, of, side) in enumerate(convolutions, 1):
-                found |= {f"{name}.conv{number}.weight": (to, of, side, side), **_norm(f"{name}.bn{number}", to)}
-            if block == 0 and (stage > 0 or inputs != outputs):
-                shortcut = f"{name}.downsample"
-                found |= {f"{shortcut}.0.weight": (outputs, inputs, 1, 1), **_norm(f"{shortcut}.1", outputs)}
-            inputs = outputs
+    shapes: dict[str, tuple[int, ...]] = {}
+    for layer in shape.convolutions():
+        shapes[f"{layer.name}.weight"] = (layer.outputs, layer.inputs, layer.kernel, layer.kernel)
+        shapes |= {f"{layer.norm}.{part}": (layer.outputs,) for part in _NORM}
     if classes is not None:
-        found |= {"fc.weight": (classes, inputs), "fc.bias": (classes,)}
-    return found
-
-
-def _norm(name: str, width: int) -> dict[str, tuple[int, ...]]:
-    return {f"{name}.{part}": (width,) for part in ("weight", "bias", "running_mean", "running_var")}
+        shapes |= {"fc.weight": (classes, shape.features), "fc.bias": (classes,)}
+    return shapes
 
 
 def fit_pretrained(found: Shapes, shape: ResNetShape, classes: int | None) -> PretrainedFit:

@@ -11,15 +11,12 @@ from collections.abc import Mapping
 from functools import cache
 from typing import cast
 
-import numpy as np
 import torch
-from numpy.typing import NDArray
 from torch import Tensor, nn
+from torch.export import Dim
 from torch.nn.functional import batch_norm
 
-from packtrain.pack.tiles import Pixels
-from packtrain.recipes.classify import ClassifierNetwork
-from packtrain.recipes.decode import at_once_on
+from packtrain.recipes.graphs import Input
 from packtrain.recipes.images import ResNetShape
 from packtrain.recipes.pretrained import PIXELS
 
@@ -150,16 +147,11 @@ class ResNet(nn.Module):
                 nn.init.zeros_(module.bias)
 
 
-class TorchClassifier(ClassifierNetwork):
-    def __init__(self, model: nn.Module) -> None:
-        self._model = model
-        self.at_once = at_once_on(next(model.parameters()).device)
-
-    @torch.inference_mode()
-    def logits(self, pixels: Pixels) -> NDArray[np.float32]:
-        given = torch.from_numpy(pixels).to(next(self._model.parameters()).device)
-        found: Tensor = self._model(normalize(given))
-        return found.float().cpu().numpy()
+def example_pixels(network: ResNet) -> Input:
+    """Return images for an ONNX graph that starts with this network."""
+    side = 2 * network.shape.total_stride
+    blank = torch.zeros(2, side, side + 8, 3, dtype=torch.uint8)
+    return Input(blank, {0: Dim("images"), 1: Dim("height"), 2: Dim("width")})
 
 
 def _conv3x3(inputs: int, outputs: int, stride: int = 1) -> nn.Conv2d:

@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from packtrain.pack.vocabulary import BOS, PAD
-from packtrain.recipes.pairs import TransformerShape
+from packtrain.recipes.pairs import TransformerShape, padded_to_8
 
 LOGIT_BYTES = 256 << 20  # of logits that exist at the same time while training
 
@@ -160,6 +160,15 @@ class Transformer(nn.Module):
         # Multiplied by sqrt(width) where it embeds, so that embeddings start with a variance of 1.
         nn.init.normal_(self.embedding.weight, std=self.shape.width**-0.5)
 
+    @property
+    def longest_source(self) -> int | None:
+        """The most tokens that a source may have; None if there is no limit."""
+        return None
+
+    def target_positions(self, positions_T: Tensor) -> Tensor:
+        """Return what the embedding of target tokens at these positions adds to them."""
+        return sinusoids(positions_T, self.shape.width)
+
     def embed_source(self, tokens_BS: Tensor) -> Tensor:
         return self._embed(tokens_BS, 0)
 
@@ -167,9 +176,9 @@ class Transformer(nn.Module):
         return self._embed(tokens_BT, first_position)
 
     def _embed(self, tokens_BL: Tensor, first_position: int) -> Tensor:
-        width = self.shape.width
-        positions = sinusoids(first_position, tokens_BL.shape[1], width, tokens_BL.device)
-        embedded: Tensor = self.dropout(self.embedding(tokens_BL) * math.sqrt(width) + positions)
+        positions_L = torch.arange(first_position, first_position + tokens_BL.shape[1], device=tokens_BL.device)
+        scaled = self.embedding(tokens_BL) * math.sqrt(self.shape.width)
+        embedded: Tensor = self.dropout(scaled + sinusoids(positions_L, self.shape.width))
         return embedded
 
     def finish(self, norm: nn.Module, last: Tensor, embedded: Tensor, at: Tensor | EllipsisType = ...) -> Tensor:  # noqa: ARG002
@@ -240,13 +249,8 @@ class Transformer(nn.Module):
         return logits_RV
 
 
-def padded_to_8(count: int) -> int:
-    """Round up to a multiple of 8, the tiles of a GPU's matrix units."""
-    return -(-count // 8) * 8
-
-
-def sinusoids(first: int, count: int, width: int, device: torch.device) -> Tensor:
-    """Return rows `first` to `first + count` of the paper's position table."""
-    positions = torch.arange(first, first + count, device=device, dtype=torch.float32)[:, None]
-    rates = torch.exp(torch.arange(0, width, 2, device=device) * (-math.log(10000.0) / width))
-    return torch.cat([torch.sin(positions * rates), torch.cos(positions * rates)], dim=1)
+def sinusoids(positions_L: Tensor, width: int) -> Tensor:
+    """Return these rows of the paper's position table."""
+    rates = torch.exp(torch.arange(0, width, 2, device=positions_L.device) * (-math.log(10000.0) / width))
+    angles = positions_L[:, None].float() * rates
+    return torch.cat([angles.sin(), angles.cos()], dim=1)

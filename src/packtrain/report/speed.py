@@ -136,7 +136,7 @@ class FlopsUsed:
 def flops_used(evidence: Evidence) -> FlopsUsed | None:
     """Return what the steps needed of the GPUs; None where the model's operations or the GPU's peak are not known."""
     from packtrain.plan.devices import gpu_named
-    from packtrain.plan.sizes import known_model
+    from packtrain.plan.workload import known_model
 
     latest = {one.node: one.telemetry.gpus for one in evidence.training_telemetry}
     names = {gpu.name for gpus in latest.values() for gpu in gpus}

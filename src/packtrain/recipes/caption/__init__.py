@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import base64
 from abc import abstractmethod
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
 from functools import cached_property
 from itertools import pairwise
 from pathlib import Path
@@ -24,20 +24,23 @@ from packtrain.pack.shard import Array, Ragged
 from packtrain.pack.tiles import Box, Pixels, Tiled
 from packtrain.pack.vocabulary import PAD
 from packtrain.recipes.caption.scores import BLEU_SIGNATURE, CIDER_SIGNATURE, ORDERS, Cider, bleu, bleu_counts
-from packtrain.recipes.images import RESNETS, ImageInput, ImageRecipe, ResNetShape, decode_box
+from packtrain.recipes.images import RESNETS, ImageInput, ImageRecipe, ResNetShape, decode_box, resnet_size
+from packtrain.recipes.pairs import LOGITS_HELD, padded_to_8
 from packtrain.recipes.pretrained import PIXELS, load_pretrained, pretrained_notes
 from packtrain.recipes.recipe import (
+    PASSES,
     SHOWN_SAMPLES,
     Batch,
     Decoding,
     EvaluationRequest,
-    Family,
     Hypothesis,
     Measurement,
+    ModelSize,
     Network,
     Prediction,
     Rows,
     Scores,
+    TaskWords,
     read_options,
     text_prediction,
 )
@@ -48,9 +51,12 @@ if TYPE_CHECKING:
     from torch import Tensor, nn
 
     from packtrain.recipes.caption.model import Captioner
+    from packtrain.recipes.graphs import Graph
+    from packtrain.recipes.onnx import Session
 
 MAX_CAPTION_TOKENS = 50
 """The longest caption that is decoded, with EOS."""
+_USUAL_TOKENS = 12.0  # of a caption
 _EVALUATION_BATCH = 32  # images: bounds the memory of an evaluation
 
 # Tiny is for images of about 48 pixels, whose map then has 6 x 6 positions.
@@ -175,6 +181,8 @@ class Caption(ImageRecipe[CaptionBatches]):
     decode_options = frozenset({"beam", "n_best"})
     decoding = Decoding(beam=5)
     sizes = SIZES
+    words = TaskWords(hub_task="image-to-text")
+    longest_output = MAX_CAPTION_TOKENS
     choices = CHOICES
     defaults: ClassVar[Mapping[str, object]] = {
         "data": {"vocabulary": 10000},
@@ -257,9 +265,32 @@ class Caption(ImageRecipe[CaptionBatches]):
 
     # The model.
 
-    @property
-    def family(self) -> Family:
-        return ENCODERS[self._shape.encoder].block
+    @classmethod
+    def size(cls, job: Job, vocabulary: int, classes: int) -> ModelSize:  # noqa: ARG003
+        """Return the size with the memory of the epochs in which most of the encoder learns."""
+        shape, pixels = captioner_shape(job.model), job.train.in_epoch(0).size
+        encoder = ENCODERS[shape.encoder]
+        size = resnet_size(encoder, pixels, shape.tuned_stages if shape.is_pretrained else None)
+        channels, width, padded = encoder.features, shape.width, padded_to_8(vocabulary)
+        gates, states = (3, 1) if shape.cell == "gru" else (4, 2)
+        decoder = padded * width + padded + (channels + 1) * states * width
+        decoder += (channels + 1) * shape.attention + (width + 1) * shape.attention + shape.attention
+        decoder += (width + 1) * channels + gates * width * (2 * width + channels + 2)
+        # A token keeps its logits, and for every position what the attention adds up there.
+        positions = max(1, pixels // encoder.total_stride) ** 2
+        token = LOGITS_HELD * padded + 2 * positions * shape.attention + 2 * channels + 2 * gates * width
+        kept = 4.0 * (_USUAL_TOKENS * token + positions * (channels + shape.attention))
+        is_frozen = shape.is_frozen(0)
+        forward = resnet_size(encoder, pixels, 0).flops
+        return replace(
+            size,
+            parameters=size.parameters + decoder,
+            trained=size.trained + decoder,
+            flops=(forward if is_frozen else size.flops) + 2.0 * PASSES * _USUAL_TOKENS * decoder,
+            activation_bytes=size.activation_bytes + kept,
+            block_flops=0.0 if is_frozen else size.block_flops,
+            checkpointed_bytes=size.checkpointed_bytes + kept,
+        )
 
     @property
     def width(self) -> int:
@@ -346,7 +377,10 @@ class Caption(ImageRecipe[CaptionBatches]):
         for start in range(0, len(ids), _EVALUATION_BATCH):
             request.on_batch()
             part = ids[start : start + _EVALUATION_BATCH]
-            yield part, network.encode(self.copies.batches(request.split, size).whole(part, size))
+            yield part, network.encode(self.evaluated(request.split, part, size))
+
+    def evaluated(self, split: str, ids: Ids, size: int) -> Pixels:
+        return self.copies.batches(split, size).whole(ids, size)
 
     def score(self, split: str, decode_ids: Ids, parts: Sequence[Measurement]) -> Scores:
         """Each source of a mix has scores of its own besides: those of a mix say little about its parts."""
@@ -417,6 +451,18 @@ class Caption(ImageRecipe[CaptionBatches]):
         names = [kind if kinds.count(kind) == 1 else f"{kind}{number}" for number, kind in enumerate(kinds, 1)]
         ends = np.cumsum([0, *self.pack.manifest.splits[split].sources]).tolist()
         return {name: range(start, end) for name, (start, end) in zip(names, pairwise(ends), strict=True)}
+
+    # Without torch.
+
+    def graphs(self, model: nn.Module) -> Mapping[str, Graph]:
+        from packtrain.recipes.caption.graphs import graphs_of
+
+        return graphs_of(_captioner(model))
+
+    def onnx_network(self, session: Callable[[str], Session]) -> CaptionNetwork[Any]:
+        from packtrain.recipes.caption.onnx import OnnxCaptioner
+
+        return OnnxCaptioner(session("encoder"), session("decoder"), len(self.pack.vocabulary))
 
     # Predictions.
 

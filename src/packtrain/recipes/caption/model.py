@@ -22,10 +22,10 @@ from packtrain.pack.tiles import Pixels
 from packtrain.pack.vocabulary import BOS, EOS, PAD
 from packtrain.recipes.caption import ENCODERS, MAX_CAPTION_TOKENS, CaptionerShape, CaptionNetwork
 from packtrain.recipes.decode import likely_on_device, sums_by_row
+from packtrain.recipes.pairs import padded_to_8
 from packtrain.recipes.recipe import Decoding, Hypothesis
 from packtrain.recipes.resnet import ResNet, normalize
 from packtrain.recipes.search import Candidates, Floats, Steps, narrowing_search
-from packtrain.recipes.transformer import padded_to_8
 
 
 class TeacherForced(NamedTuple):

@@ -22,8 +22,8 @@ from packtrain.job import Job
 from packtrain.pack.shard import Columns, Ragged
 from packtrain.pack.vocabulary import EOS
 from packtrain.pack.words import split_words
-from packtrain.recipes.pairs import PairRecipe, TokenPairs, TransformerShape, read_shape
-from packtrain.recipes.recipe import Decoding, Network, Prediction, Rows, Scores
+from packtrain.recipes.pairs import PairRecipe, TokenPairs, TransformerShape, padded_to_8, read_shape
+from packtrain.recipes.recipe import Conversational, Decoding, ModelSize, Network, Prediction, Rows, Scores, TaskWords
 from packtrain.recipes.statistics import Statistic, perplexity
 
 if TYPE_CHECKING:
@@ -50,11 +50,11 @@ SIZES: Mapping[str, ChatShape] = {
 }
 
 
-class Chat(PairRecipe):
+class Chat(PairRecipe, Conversational):
     contents = frozenset({"pairs", "turns"})
     best_metric = "perplexity"
     decoding = Decoding(repetition=1.2, no_repeat=3)
-    supports_chat = True
+    words = TaskWords(hub_task="text-generation", input="Prompt", output="Reply", follow_references=False)
     sizes = SIZES
     rows: ClassVar[Rows] = dict.fromkeys(("embedding.weight", "output.weight", "output.bias"), "pieces")
     defaults: ClassVar[Mapping[str, object]] = {
@@ -77,6 +77,13 @@ class Chat(PairRecipe):
     @classmethod
     def shape_of(cls, job: Job) -> ChatShape:
         return read_shape(job.model, SIZES)
+
+    @classmethod
+    def size(cls, job: Job, vocabulary: int, classes: int) -> ModelSize:
+        shape, size = cls.shape_of(job), super().size(job, vocabulary, classes)
+        # Positions that are learned, and a softmax with weights of its own.
+        more = (shape.prompt + shape.reply) * shape.width + padded_to_8(vocabulary) * (shape.width + 1)
+        return replace(size, parameters=size.parameters + more, trained=size.trained + more)
 
     def build_model(self) -> nn.Module:
         from packtrain.recipes.chat.model import DialogueTransformer
@@ -127,17 +134,13 @@ class Chat(PairRecipe):
         cut = f"its first {unread:,} tokens were cut off" if unread > 0 else ""
         return "; ".join(filter(None, [cut, super().note(text)]))
 
-    def converse(self, model: nn.Module | Network, turns: Sequence[str], decoding: Decoding) -> Prediction:
-        [made] = self.reply(model, [turns], decoding)
-        return made
-
     def reply(
         self, model: nn.Module | Network, conversations: Sequence[Sequence[str]], decoding: Decoding
     ) -> list[Prediction]:
         # A conversation of blank turns alone is an empty prompt, EOS, whose reply is empty.
         rows = [self._prompt(turns) or [EOS] for turns in conversations]
-        made = self.generate(model, rows, decoding)
-        return [replace(one, note=self.note(turns[-1])) for one, turns in zip(made, conversations, strict=True)]
+        replies = self.generate(model, rows, decoding)
+        return [replace(reply, note=self.note(turns[-1])) for reply, turns in zip(replies, conversations, strict=True)]
 
     def _prompt(self, turns: Sequence[str]) -> list[int]:
         spoken = [turn for turn in turns if turn.strip()][-self.shape_of(self.job).turns :]

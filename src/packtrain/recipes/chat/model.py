@@ -11,7 +11,8 @@ from types import EllipsisType
 from torch import Tensor, nn
 
 from packtrain.recipes.chat import ChatShape
-from packtrain.recipes.transformer import Transformer, padded_to_8
+from packtrain.recipes.pairs import padded_to_8
+from packtrain.recipes.transformer import Transformer
 
 
 class DialogueTransformer(Transformer):
@@ -26,6 +27,14 @@ class DialogueTransformer(Transformer):
         self.output = nn.Linear(shape.width, padded_to_8(vocabulary))
         nn.init.xavier_uniform_(self.output.weight)
         nn.init.zeros_(self.output.bias)
+
+    @property
+    def longest_source(self) -> int:
+        return len(self.prompt_positions.weight)
+
+    def target_positions(self, positions_T: Tensor) -> Tensor:
+        positions: Tensor = self.reply_positions(positions_T)
+        return positions
 
     def embed_source(self, tokens_BS: Tensor) -> Tensor:
         return self._embed_at(tokens_BS, self.prompt_positions.weight[: tokens_BS.shape[1]])

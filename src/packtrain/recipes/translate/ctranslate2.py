@@ -11,12 +11,11 @@ import numpy as np
 from numpy.typing import NDArray
 
 from packtrain.errors import Mistake, printable
-from packtrain.export.model import Form, Precision
 from packtrain.identity import install_command
 from packtrain.pack.vocabulary import BOS, EOS, PAD, UNKNOWN
-from packtrain.recipes import Recipe
+from packtrain.recipes.forms import Form, Precision
 from packtrain.recipes.pairs import MAX_INPUT_TOKENS, TextNetwork
-from packtrain.recipes.recipe import Decoding, Hypothesis
+from packtrain.recipes.recipe import Decoding, Hypothesis, Recipe
 from packtrain.recipes.search import LENGTH_PENALTY, length_penalty
 from packtrain.recipes.translate import EXTRA_TOKENS
 from packtrain.system import usable_cores
@@ -218,7 +217,7 @@ def _positions(width: int) -> Array:
 
     from packtrain.recipes.transformer import sinusoids
 
-    return _array(sinusoids(0, _POSITIONS, width, torch.device("cpu")))
+    return _array(sinusoids(torch.arange(_POSITIONS), width))
 
 
 def _set_norm(spec: Any, norm: nn.Module) -> None:

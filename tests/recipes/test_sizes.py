@@ -12,7 +12,7 @@ from packtrain.data.pack import Pack
 from packtrain.job import Job
 from packtrain.job.job import expand
 from packtrain.pack.manifest import Manifest, ShardFile, Split
-from packtrain.plan.sizes import known_data, known_model
+from packtrain.plan.workload import known_data, known_model
 from packtrain.recipes import RECIPES, recipe_class
 from packtrain.recipes.caption import SIZES as CAPTIONERS
 from packtrain.recipes.chat import SIZES as CHATS

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from abc import abstractmethod
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property, partial
 from pathlib import Path
@@ -21,7 +21,7 @@ from packtrain.data.threads import in_threads, num_threads
 from packtrain.errors import Mistake
 from packtrain.job.job import EpochSettings, Job, ModelSettings
 from packtrain.pack.tiles import Pixels, Tiled
-from packtrain.recipes.images import RESNETS, ImageInput, ImageRecipe, ResNetShape, decode_box
+from packtrain.recipes.images import RESNETS, ImageInput, ImageRecipe, ResNetShape, decode_box, resnet_size
 from packtrain.recipes.pretrained import PIXELS, load_pretrained, pretrained_notes
 from packtrain.recipes.recipe import (
     MAX_SHOWN,
@@ -29,12 +29,13 @@ from packtrain.recipes.recipe import (
     Batch,
     Decoding,
     EvaluationRequest,
-    Family,
     Measurement,
+    ModelSize,
     Network,
     Prediction,
     Rows,
     Scores,
+    TaskWords,
     read_options,
 )
 from packtrain.recipes.statistics import Statistic, mean, rows_in_order
@@ -42,6 +43,9 @@ from packtrain.run.records import Sample
 
 if TYPE_CHECKING:
     from torch import Tensor, nn
+
+    from packtrain.recipes.graphs import Graph
+    from packtrain.recipes.onnx import Session
 
 EVALUATION_BATCH = 64
 """Images that an evaluation computes together."""
@@ -98,6 +102,19 @@ class ClassifierNetwork(Network):
         """Return the logits of images, bytes [N, height, width, RGB]: [N, classes]."""
 
 
+class OnnxClassifier(ClassifierNetwork):
+    def __init__(self, classifier: Session, classes: int) -> None:
+        if classifier.shapes["logits"][1:] != (classes,):
+            raise ValueError("the graph has other classes")
+        self._classifier = classifier
+
+    def logits(self, pixels: Pixels) -> NDArray[np.float32]:
+        if not len(pixels):
+            return np.zeros((0, self._classifier.shapes["logits"][1]), np.float32)
+        [logits] = self._classifier(["logits"], {"pixels": pixels})
+        return logits
+
+
 class Classify(ImageRecipe[ImageBatches]):
     contents = frozenset({"labels"})
     kind = "labels"
@@ -109,6 +126,7 @@ class Classify(ImageRecipe[ImageBatches]):
     decode_options = frozenset()
     supports_augment = True
     sizes = OPTIONS
+    words = TaskWords(hub_task="image-classification")
     choices = CHOICES
     defaults: ClassVar[Mapping[str, object]] = {
         "data": {},
@@ -164,9 +182,11 @@ class Classify(ImageRecipe[ImageBatches]):
 
     # The model.
 
-    @property
-    def family(self) -> Family:
-        return self._shape.block
+    @classmethod
+    def size(cls, job: Job, vocabulary: int, classes: int) -> ModelSize:  # noqa: ARG003
+        shape = _resnet_shape(job.model)
+        size, last = resnet_size(shape, job.train.in_epoch(0).size), (shape.features + 1) * classes
+        return replace(size, parameters=size.parameters + last, trained=size.trained + last)
 
     @property
     def width(self) -> int:
@@ -311,6 +331,19 @@ class Classify(ImageRecipe[ImageBatches]):
     def prediction_side(self) -> int | None:  # type: ignore[override]
         return self.copies.short_side(self.final_settings.size)
 
+    def evaluated(self, split: str, ids: Ids, size: int) -> Pixels:
+        return self.copies.batches(split, size).centered(ids, size, size)
+
+    def graphs(self, model: nn.Module) -> Mapping[str, Graph]:
+        from packtrain.recipes.classify.model import graphs_of
+        from packtrain.recipes.resnet import ResNet
+
+        assert isinstance(model, ResNet)
+        return graphs_of(model)
+
+    def onnx_network(self, session: Callable[[str], Session]) -> ClassifierNetwork:
+        return OnnxClassifier(session("classifier"), len(self.labels))
+
     def predict(
         self,
         model: nn.Module | Network,
@@ -381,7 +414,7 @@ def _center(image: Tiled, size: tuple[int, int]) -> Pixels:
 def _network(model: nn.Module | Network) -> ClassifierNetwork:
     if isinstance(model, ClassifierNetwork):
         return model
-    from packtrain.recipes.resnet import TorchClassifier
+    from packtrain.recipes.classify.model import TorchClassifier
 
     return TorchClassifier(cast("nn.Module", model))
 

@@ -11,7 +11,7 @@ from numpy.typing import NDArray
 from packtrain.job import Job
 from packtrain.pack.words import count_letters
 from packtrain.recipes.pairs import PairRecipe, TransformerShape, read_shape
-from packtrain.recipes.recipe import Scores
+from packtrain.recipes.recipe import Scores, TaskWords
 from packtrain.recipes.statistics import Statistic, bleu_rows, bleu_statistic, chrf_statistic
 
 if TYPE_CHECKING:
@@ -33,9 +33,13 @@ class Translate(PairRecipe):
     best_metric = "bleu"
     score_packages = ("sacrebleu",)
     limits: ClassVar[Mapping[str, float]] = {"bleu": 100, "chrf": 100}
-    forms = ("ctranslate2", "onnx")
+    forms: ClassVar[Mapping[str, str]] = {
+        "ctranslate2": "packtrain.recipes.translate.ctranslate2:Ctranslate2Form",
+        **PairRecipe.forms,
+    }
     tolerances: ClassVar[Mapping[str, float]] = {"bleu": 0.3}
     sizes = SIZES
+    words = TaskWords(hub_task="translation", action="translate", result="translation")
     defaults: ClassVar[Mapping[str, object]] = {
         "data": {"vocabulary": 32768},
         "model": "base",
