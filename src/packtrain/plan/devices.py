@@ -108,7 +108,7 @@ GPUS: Mapping[str, Device] = {
 class PublishedRun:
     """The speed of one GPU in a training run that others published.
 
-    `flops` are those of a unit, forward and backward, as `plan.sizes` counts them for our own models.
+    `flops` are those of a unit, forward and backward, as the recipes size their models.
     """
 
     device: Device
