@@ -153,7 +153,7 @@ def pack_data(loaded: LoadedJob, store: Store, progress: PackProgress, workers: 
 
 def _too_large(job: Job, packed: Manifest, store: Store) -> list[str]:
     """Return a line for each setting that is larger than the data supports, with what to set."""
-    from packtrain.plan.sizes import known_data
+    from packtrain.plan.workload import known_data
 
     lines = []
     size, batch = known_data(job, packed), job.train.batch
