@@ -5,20 +5,16 @@ import threading
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from tempfile import TemporaryDirectory
 
 import pytest
-from hypothesis import given, settings
-from hypothesis import strategies as st
 
 from packtrain.errors import NotFound, PacktrainError
-from packtrain.observe.history import read_points, read_recent, surviving
-from packtrain.run.records import Generation, Point, Result, Sample
+from packtrain.run.records import Generation, Result, Sample
 from packtrain.run.run import Run, create_run, open_run, run_names
-from packtrain.store import ObjectNotFound, Store, open_store
+from packtrain.store import ObjectNotFound, Store
 from packtrain.store.records import DamagedRecord, encode
 from parts.clock import wait_for_tick
-from parts.runs import MEASURED, a_generation, a_lease, new_run, program_job
+from parts.runs import a_generation, a_lease, new_run, program_job
 
 # Names.
 
@@ -273,94 +269,6 @@ def test_a_reopened_run_has_no_result_and_no_stop_request(any_store: Store) -> N
     run.clear_end()
     assert (run.stop_request(), run.result()) == (None, None)
     run.clear_end()
-
-
-# History.
-
-
-def a_point(kind: str, generation: int, step: int, value: float = 0.0) -> Point:
-    return Point(kind, generation, step, 0.0, {**MEASURED, "loss": value})  # type: ignore[arg-type]
-
-
-def test_steps_that_were_lost_and_repeated_count_once() -> None:
-    lost = [a_point("train", 1, step, value=1.0) for step in range(1, 8)]
-    made_again = [a_point("start", 2, 4)] + [a_point("train", 2, step, value=2.0) for step in range(5, 10)]
-    kept = [point for point in surviving(lost + made_again) if point.kind == "train"]
-    assert [point.step for point in kept] == list(range(1, 10))
-    assert [point.generation for point in kept] == [1] * 4 + [2] * 5
-
-
-def test_a_repeated_measurement_at_the_same_step_replaces_the_first() -> None:
-    points = [a_point("test", 1, 9, value=1.0), a_point("start", 2, 9), a_point("test", 2, 9, value=2.0)]
-    assert [point.values["loss"] for point in surviving(points) if point.kind == "test"] == [2.0]
-
-
-@st.composite
-def histories(draw: st.DrawFn) -> list[list[Point]]:
-    """Generations that each go on from some step that was reached, and end anywhere; some before their start."""
-    attempts, reached = [], 0
-    for generation in range(1, draw(st.integers(1, 6)) + 1):
-        if draw(st.booleans()):
-            start = draw(st.integers(0, reached))
-            end = start + draw(st.integers(0, 6))
-            steps = [a_point("train", generation, step) for step in range(start + 1, end + 1)]
-            valid = [a_point("valid", generation, step) for step in range(start + 1, end + 1) if step % 2 == 0]
-            attempts.append([a_point("start", generation, start), *steps, *valid])
-            reached = end
-    return attempts
-
-
-def naive_line(attempts: list[list[Point]]) -> dict[tuple[str, int], int]:
-    """As a person would do it by hand: strike out what lies after the start, then write on."""
-    line: dict[tuple[str, int], int] = {}
-    for attempt in attempts:
-        start = attempt[0].step
-        line = {(kind, step): generation for (kind, step), generation in line.items() if step <= start}
-        line |= {(point.kind, point.step): point.generation for point in attempt}
-    return line
-
-
-@settings(deadline=None)
-@given(histories(), st.randoms(use_true_random=False))
-def test_the_surviving_points_do_not_depend_on_the_order_of_reading(attempts, random) -> None:  # type: ignore[no-untyped-def]
-    points = [point for attempt in attempts for point in attempt]
-    random.shuffle(points)
-    kept = surviving(points)
-    assert [point.step for point in kept] == sorted(point.step for point in kept)
-    assert len({(point.kind, point.step) for point in kept}) == len(kept)
-    assert {(point.kind, point.step): point.generation for point in kept} == naive_line(attempts)
-    trained = [point.step for point in kept if point.kind == "train"]
-    assert trained == list(range(1, len(trained) + 1))
-
-
-def test_metrics_are_read_from_all_generations(any_store: Store) -> None:
-    run = new_run(any_store)
-    for generation, steps in ((1, (1, 2, 3)), (2, (3, 4))):
-        writer = run.point_writer(f"{generation}-rank-0")
-        writer.append(a_point("start", generation, steps[0] - 1))
-        for step in steps:
-            writer.append(a_point("train", generation, step))
-        writer.flush()
-    line = [(point.generation, point.step) for point in read_points(run) if point.kind == "train"]
-    assert line == [(1, 1), (1, 2), (2, 3), (2, 4)]
-
-
-@settings(deadline=None, max_examples=50)
-@given(histories(), st.integers(1, 8), st.booleans())
-def test_recent_points_are_the_end_of_the_surviving_points(attempts, steps, evaluated) -> None:  # type: ignore[no-untyped-def]
-    with TemporaryDirectory() as place:
-        run = new_run(open_store(place, create=True))
-        for attempt in attempts:
-            writer = run.point_writer(f"{attempt[0].generation:06d}-rank-0")
-            for point in sorted(attempt, key=lambda point: point.step):
-                writer.append(point)
-                writer.flush()
-        recent, line = read_recent(run, steps, evaluated), read_points(run)
-    wanted = {"train": steps, "valid": int(evaluated)}
-    for kind, count in wanted.items():
-        found, whole = ([point for point in points if point.kind == kind] for points in (recent, line))
-        assert found == whole[len(whole) - len(found) :]
-        assert len(found) >= min(count, len(whole))
 
 
 def test_many_runs_are_listed_in_order(any_store: Store) -> None:

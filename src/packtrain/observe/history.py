@@ -346,7 +346,12 @@ class History:
         table.append(batch)
         if not is_next:  # late, or measured again
             self.edition = next(_EDITIONS)
-            table.select(survivors(table.all("generation"), table.all("step"), self.starts))
+            generations, steps = table.all("generation"), table.all("step")
+            chosen = survivors(generations, steps, self.starts)
+            replaced = np.setdiff1d(np.arange(table.rows), chosen)
+            newer = generations[chosen][np.searchsorted(steps[chosen], steps[replaced])]
+            self._lose(kind, table.taken(replaced[generations[replaced] < newer], table.names))
+            table.select(chosen)
 
     def _lose(self, kind: str, batch: Batch) -> None:
         if kind == "train":
