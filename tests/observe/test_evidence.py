@@ -12,8 +12,7 @@ from hypothesis import strategies as st
 from pack.corpus import job_of
 from packtrain.observe.evidence import gather
 from packtrain.pack.manifest import pack_key
-from packtrain.report import report_json
-from packtrain.report.findings import QUESTIONS, findings_of
+from packtrain.report import QUESTIONS, findings_of, report_json
 from packtrain.report.markdown import markdown
 from packtrain.report.render import render
 from packtrain.run.checkpoint import commit

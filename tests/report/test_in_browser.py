@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Literal
 
 import pytest
 
-from packtrain.report.findings import findings_of
+from packtrain.report import findings_of
 from packtrain.report.render import render
 from packtrain.run.records import Event, Point, Sample
 from parts.browser import CHROMIUM, accessibility_faults, browser_at

@@ -1,6 +1,6 @@
 from __future__ import annotations
 
-from packtrain.report.findings import findings_of
+from packtrain.report import findings_of
 from packtrain.report.markdown import markdown
 from packtrain.run.records import Event, Point, Sample
 from parts.runs import program_job

@@ -13,9 +13,8 @@ from packtrain.job import Job
 from packtrain.observe.evidence import Evidence
 from packtrain.observe.goodput import Goodput
 from packtrain.observe.status import Status, status_in_full
-from packtrain.report import report_page, report_url, write_report
+from packtrain.report import findings_of, report_page, report_url, write_report
 from packtrain.report.finding import Chart, Finding, Rows, Shares, Text, Verdict
-from packtrain.report.findings import findings_of
 from packtrain.report.page import Series
 from packtrain.report.render import render
 from packtrain.run.records import Event, Generation, Member, Point, Result, Sample, TimeSpent

@@ -39,12 +39,11 @@ from packtrain.export.evaluate import report as scores_as_json
 from packtrain.export.predict import is_folder
 from packtrain.observe.evidence import gather
 from packtrain.pack.workers import Processes
-from packtrain.report import report_json, report_page, write_report
+from packtrain.report import findings_of, report_json, report_page, write_report
 from packtrain.report.compare import MAX_RUNS, ComparedRun, PairedTest, Tests, compare_runs
 from packtrain.report.compare import as_json as comparison_as_json
 from packtrain.report.compare import gather as gather_compared
 from packtrain.report.compare_render import compare_page, text_lines
-from packtrain.report.findings import findings_of
 from packtrain.report.markdown import markdown
 from packtrain.report.sweep import (
     SweepTable,

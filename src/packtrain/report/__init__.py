@@ -2,18 +2,45 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import asdict
 from typing import Any
 
 from packtrain.observe.evidence import Evidence, gather
 from packtrain.observe.status import status_json
+from packtrain.report import account, learning, origin, speed
 from packtrain.report.finding import Finding, Rows, Text
-from packtrain.report.findings import findings_of
 from packtrain.report.render import newest_samples, render
 from packtrain.report.sample_view import MAX_SAMPLES
 from packtrain.run.run import Run
 
-__all__ = ["finding_json", "report_json", "report_page", "report_url", "write_report"]
+__all__ = ["QUESTIONS", "finding_json", "findings_of", "report_json", "report_page", "report_url", "write_report"]
+
+QUESTIONS: tuple[Callable[[Evidence], Finding | None], ...] = (
+    learning.trained,
+    learning.overfitting,
+    learning.stability,
+    learning.learning_rate,
+    speed.duration,
+    speed.devices,
+    speed.data_loading,
+    speed.network,
+    speed.balance,
+    speed.scaling,
+    speed.step_times,
+    account.faults,
+    account.money,
+    account.forecast,
+    account.data_set,
+    account.checkpoints,
+    origin.machines,
+    origin.reproduce,
+)
+"""In the order in which people ask. Each is a pure function; None if the question does not apply to the run."""
+
+
+def findings_of(evidence: Evidence) -> list[Finding]:
+    return [finding for ask in QUESTIONS if (finding := ask(evidence)) is not None]
 
 
 def write_report(run: Run) -> str:

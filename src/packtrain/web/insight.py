@@ -9,9 +9,8 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 from packtrain.observe.evidence import gather
-from packtrain.report import finding_json
+from packtrain.report import finding_json, findings_of
 from packtrain.report.account import compared
-from packtrain.report.findings import findings_of
 from packtrain.report.sweep import sweep_table
 from packtrain.run.run import Run
 from packtrain.run.sweeps import sweep_names
