@@ -188,8 +188,9 @@ def test_the_recent_points_of_a_long_run_are_its_last_steps_and_evaluations() ->
 
 def test_a_million_steps_need_a_hundred_megabytes() -> None:
     """How long they take is measured by benchmarks/ui.py."""
-    names = ("loss", "rate", "epoch", "elapsed_seconds", "step_seconds", "gradient_norm", "tokens")
-    names += tuple(f"{span}_seconds" for span in ("data", "forward", "backward", "communication", "wait", "optimizer"))
+    spans = ("data", "forward", "backward", "communication", "wait", "optimizer")
+    measured = ("loss", "rate", "epoch", "elapsed_seconds", "step_seconds", "gradient_norm", "tokens")
+    names = (*measured, *(f"{span}_seconds" for span in spans))
     history = History("tokens")
     for first in range(0, 1_000_000, 2000):
         numbers = np.ones((2000, 2 + len(names)))
