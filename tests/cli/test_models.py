@@ -15,7 +15,7 @@ import pytest
 
 from pack.corpus import GREETINGS, job_of, write_pairs
 from pack.rawsets import picture, write, write_classes
-from packtrain.cli.models import _given
+from packtrain.cli.models import _inputs_of
 from packtrain.errors import harmless
 from packtrain.job import Job
 from parts import command
@@ -111,12 +111,12 @@ def test_a_person_at_a_terminal_is_told_what_to_type(
     inputs: str, words: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     predictor: Any = SimpleNamespace(recipe=SimpleNamespace(inputs=inputs))
-    _given(predictor, None, None)
+    _inputs_of(predictor, None, None)
     assert capsys.readouterr() == ("", ""), "a script is told nothing"
     told = FakeTerminal()
     monkeypatch.setattr(sys, "stdin", FakeTerminal())
     monkeypatch.setattr(sys, "stderr", told)
-    _given(predictor, None, None)
+    _inputs_of(predictor, None, None)
     assert told.getvalue() == f"{words}; Ctrl-D ends the input.\n"
 
 

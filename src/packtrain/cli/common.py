@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import shlex
 import sys
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Annotated
@@ -53,10 +53,12 @@ CheckpointOption = Annotated[
 YesOption = Annotated[bool, typer.Option("--yes", help="Do not ask for confirmation.")]
 QuietOption = Annotated[bool, typer.Option("-q", "--quiet", help="Hide the program's output.")]
 JsonOption = Annotated[bool, typer.Option("--json", help="Print JSON.")]
+
 STATE_STYLES = {
     "finished": "green", "running": "cyan", "waiting": "cyan", "stopped": "yellow", "interrupted": "yellow",
     "failed": "red",
 }  # fmt: skip
+
 _SHOWN_FILES, _SHOWN_CHARACTERS = 20, 500
 _HINTS = {"follow": "follow", "status": "show", "stop": "stop", "resume": "resume"}
 
@@ -67,14 +69,13 @@ def find_store(location: str | None, identity: str | None = None) -> Store:
 
 def existing_store(location: str | None) -> Store:
     """Return a store that is there: a list of nothing would hide that its name is wrong."""
-    found = find_store(location)
-    with naming_stores_nearby(found, None):
-        check_exists(found)
-    return found
+    store = find_store(location)
+    with naming_stores_nearby(store, None):
+        check_exists(store)
+    return store
 
 
 def check_exists(store: Store) -> None:
-
     # A directory that is no store is an error by itself; a prefix of a bucket is there if it has objects.
     if not store.folders("") and not store.is_directory:
         raise NotFound(f"{store.url}: no store here; check the name, or start a run there with `packtrain run`")
@@ -96,23 +97,31 @@ def naming_stores_nearby(store: Store, name: str | None) -> Iterator[None]:
     try:
         yield
     except PacktrainError as error:
-        for other in stores_nearby() if error.exit_code == EXIT_NOT_FOUND else ():
+        for nearby in stores_nearby() if error.exit_code == EXIT_NOT_FOUND else ():
             run = None
-            if other.url != store.url:
+            if nearby.url != store.url:
                 with suppress(PacktrainError):
-                    run = open_run(other, name)
+                    run = open_run(nearby, name)
             if run is not None:
-                option = f"--store {shlex.quote(other.url)}"
+                option = f"--store {shlex.quote(nearby.url)}"
                 raise NotFound(f"{error}; {run.name} is in another store; add {option}") from None
         raise
 
 
-def write_output(path: Path, text: str) -> None:
-    """Write a file that `-o` names."""
+def parsed(option: str, parse: Callable[[str], float], text: str) -> float:
+    """Return the value of an option that is a number with a unit."""
+    try:
+        return parse(text)
+    except ValueError as error:
+        raise Mistake(f"{option}: {error}") from None
+
+
+def write_output(path: Path, text: str, option: str = "-o") -> None:
+    """Write a file that an option names."""
     try:
         path.write_text(text, "utf-8")
     except OSError as error:
-        raise Mistake(f"-o {path}: cannot write it: {error.strerror}") from None
+        raise Mistake(f"{option} {path}: cannot write it: {error.strerror}") from None
 
 
 def hints(run: Run, *words: str) -> list[str]:
@@ -120,12 +129,12 @@ def hints(run: Run, *words: str) -> list[str]:
     return [f"  {word + ':':<8} {run.command(_HINTS[word])}" for word in words]
 
 
-def trusting(given: bool) -> Accept:
+def trusting(is_trusted: bool) -> Accept:
     """Return what decides about a run's code that this person has not run before: the option, or the person."""
 
     def accept(review: CodeReview) -> None:
         advice = "run this in a terminal to look at it, or pass --trust-code"
-        confirm(_about(review), "Run it?", review.reason, given, f"{review.run.name}: not run", advice)
+        confirm(_about(review), "Run it?", review.reason, is_trusted, f"{review.run.name}: not run", advice)
 
     return accept
 
@@ -179,10 +188,10 @@ def ask(question: str, answers: Sequence[str]) -> str | None:
     while True:
         print(f"{question} [{'/'.join(answers)}] ", end="", file=sys.stderr, flush=True)
         line = sys.stdin.readline()
-        given = line.strip().lower()
-        fitting = [answer for answer in answers if answer.lower().startswith(given)]
-        exact = [answer for answer in fitting if answer.lower() == given]
-        if not line or not given:
+        typed = line.strip().lower()
+        fitting = [answer for answer in answers if answer.lower().startswith(typed)]
+        exact = [answer for answer in fitting if answer.lower() == typed]
+        if not line or not typed:
             return answers[0]
         if exact or len(fitting) == 1:
             return (exact or fitting)[0]

@@ -122,13 +122,13 @@ def _cached(pattern: str, make: Callable[[], Json]) -> Json:
     with suppress(OSError, ValueError):
         cached: Json = json.loads(path.read_text("utf-8"))
         return cached
-    made = make()
+    content = make()
     for outdated in path.parent.glob(pattern):
         outdated.unlink(missing_ok=True)
     unfinished = path.with_suffix(f".{os.getpid()}")
-    unfinished.write_text(json.dumps(made), "utf-8")
+    unfinished.write_text(json.dumps(content), "utf-8")
     unfinished.replace(path)  # whole, or not there
-    return made
+    return content
 
 
 # Words.

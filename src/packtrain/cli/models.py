@@ -126,8 +126,8 @@ def predict(
         _chat(predictor, options)
         return
     predictor.decoding(options)  # before anything is read
-    given = _given(predictor, inputs, file)
-    _write(_predicted(predictor, given, options, attention_maps), given, as_json, bool(n_best))
+    all_inputs = _inputs_of(predictor, inputs, file)
+    _write(_predicted(predictor, all_inputs, options, attention_maps), all_inputs, as_json, bool(n_best))
 
 
 def _predictor(name: str, store: str | None, checkpoint: str | None, trust_code: bool) -> Predictor:
@@ -140,53 +140,59 @@ def _predictor(name: str, store: str | None, checkpoint: str | None, trust_code:
     return open_model(Path(name))
 
 
+# Inputs.
+
+
 @dataclass(frozen=True)
-class _Given:
+class _Inputs:
     """Inputs in order; `count` is None if it is not known before the end. `named`: each output has its input before it.
 
     Files of a folder that are not images are left out; any other input that is invalid ends the command.
     """
 
-    inputs: Iterable[str]
+    texts: Iterable[str]
     count: int | None = None
     named: bool = False
 
 
-def _given(predictor: Predictor, inputs: Sequence[str] | None, file: Path | None) -> _Given:
+def _inputs_of(predictor: Predictor, inputs: Sequence[str] | None, file: Path | None) -> _Inputs:
     is_text = predictor.recipe.inputs == "texts"
     if file is not None:
         # Twice: a mistake at its end must not show after hours, when half of the output is written.
         predictor.check(_lines_of(file))
-        return _Given(_lines_of(file), sum(1 for _ in _lines_of(file)))
+        return _Inputs(_lines_of(file), sum(1 for _ in _lines_of(file)))
     if not inputs:
         if sys.stdin.isatty() and sys.stderr.isatty():
-            what = "text" if is_text else "path of an image"
-            print(f"Type one {what} per line; Ctrl-D ends the input.", file=sys.stderr, flush=True)
-        return _Given(_lines(sys.stdin))
+            kind = "text" if is_text else "path of an image"
+            print(f"Type one {kind} per line; Ctrl-D ends the input.", file=sys.stderr, flush=True)
+        return _Inputs(_lines(sys.stdin))
     predictor.check(inputs)
-    for one in inputs if is_text else ():
-        if not one.split()[1:] and Path(one).suffix and Path(one).is_file():
-            raise Mistake(f"{one} is a file, but {predictor.recipe.job.recipe} takes texts; for its lines, use --file")
-    if is_text or not any(Path(one).is_dir() for one in inputs):
-        return _Given(inputs, len(inputs))
-    for one in inputs:
-        if not Path(one).exists():  # what is named must be there; only files in a folder may be anything
-            raise Mistake(f"{one}: no such file")
-    paths = [path for one in inputs for path in (_files_in(Path(one)) if Path(one).is_dir() else [one])]
-    return _Given(paths, len(paths), named=True)
+    if is_text:
+        for text in inputs:
+            if not text.split()[1:] and Path(text).suffix and Path(text).is_file():
+                recipe = predictor.recipe.job.recipe
+                raise Mistake(f"{text} is a file, but {recipe} takes texts; for its lines, use --file")
+        return _Inputs(inputs, len(inputs))
+    if not any(Path(path).is_dir() for path in inputs):
+        return _Inputs(inputs, len(inputs))
+    for path in inputs:
+        if not Path(path).exists():  # what is named must be there; only files in a folder may be anything
+            raise Mistake(f"{path}: no such file")
+    paths = [image for path in inputs for image in (_files_in(Path(path)) if Path(path).is_dir() else [path])]
+    return _Inputs(paths, len(paths), named=True)
 
 
 def _files_in(folder: Path) -> list[str]:
     """Return the files below a folder, sorted; links to other folders are not followed, hidden ones are left out."""
-    found: list[str] = []
+    files: list[str] = []
     for root, folders, names in os.walk(folder):
         folders[:] = (name for name in folders if not name.startswith("."))
-        found += [str(Path(root) / name) for name in names if not name.startswith(".")]
-        if len(found) > _MAX_FILES:
+        files += [str(Path(root) / name) for name in names if not name.startswith(".")]
+        if len(files) > _MAX_FILES:
             raise Mistake(f"{folder}: more than {_MAX_FILES:,} files; give its parts one after the other")
-    if not found:
+    if not files:
         raise Mistake(f"{folder}: no files in this folder")
-    return sorted(found)
+    return sorted(files)
 
 
 def _lines_of(file: Path) -> Iterator[str]:
@@ -201,30 +207,35 @@ def _lines(stream: TextIO) -> Iterator[str]:
     """Yield the lines of a stream. Invalid UTF-8 passes, so that the error can name the input's number."""
     stream.reconfigure(errors="surrogateescape", newline="\n")  # type: ignore[attr-defined]
     while line := stream.readline(MAX_CHARACTERS):
-        rest = line
-        while rest and not rest.endswith("\n"):  # a line that is too long is refused by its number like any other
-            rest = stream.readline(MAX_CHARACTERS)
+        excess = line
+        while excess and not excess.endswith("\n"):  # a line that is too long is refused by its number like any other
+            excess = stream.readline(MAX_CHARACTERS)
         yield line.rstrip("\r\n")
+
+
+# Outputs.
 
 
 class _Row(NamedTuple):
     number: int
-    given: str
+    text: str
     prediction: Prediction
     attention_map: Path | None
 
 
-def _predicted(predictor: Predictor, given: _Given, options: DecodeOptions, maps: Path | None) -> Iterator[list[_Row]]:
+def _predicted(
+    predictor: Predictor, inputs: _Inputs, options: DecodeOptions, maps: Path | None
+) -> Iterator[list[_Row]]:
     """Yield rows some thousands at a time: memory is bounded, and the order is kept."""
     skipped: list[str] = []
-    made = 0
-    with _progress(given.count) as advance:
-        for part in predictor.stream(given.inputs, options, skipped.append if given.named else None):
-            paths = _write_maps(maps, part) if maps else [None] * len(part)
-            advance(len(part))
-            made += len(part)
-            yield [_Row(*row, path) for row, path in zip(part, paths, strict=True)]
-    if skipped and not made:
+    has_any = False
+    with _progress(inputs.count) as advance:
+        for predictions in predictor.stream(inputs.texts, options, skipped.append if inputs.named else None):
+            paths = _write_maps(maps, predictions) if maps else [None] * len(predictions)
+            advance(len(predictions))
+            has_any = True
+            yield [_Row(*row, path) for row, path in zip(predictions, paths, strict=True)]
+    if skipped and not has_any:
         raise Mistake(f"there are no images among {len(skipped):,} files; the first is {skipped[0]}")
     for fault in skipped[:_SHOWN_SKIPPED]:
         print(f"skipped {fault}", file=sys.stderr)
@@ -238,22 +249,21 @@ def _progress(count: int | None) -> Iterator[Callable[[int], None]]:
     if not sys.stderr.isatty() or sys.stdout.isatty() or count == 1:
         yield lambda _: None
         return
-
     with ProgressBars(console(sys.stderr)).track("predicting", count) as advance:
         yield advance
 
 
-def _write(parts: Iterator[list[_Row]], given: _Given, as_json: bool, scored: bool) -> None:
+def _write(batches: Iterator[list[_Row]], inputs: _Inputs, as_json: bool, scored: bool) -> None:
     """Print the outputs. Standard output has nothing else: notes go to standard error."""
-    rows: Iterator[_Row] = chain.from_iterable(parts)
-    if isinstance(given.inputs, Sequence) and not given.named:
+    rows: Iterator[_Row] = chain.from_iterable(batches)
+    if isinstance(inputs.texts, Sequence) and not inputs.named:
         rows = iter(list(rows))  # all of them first: if an argument is invalid, nothing is printed
     if as_json:
         print_json_list(map(_as_json, rows))
         return
     for row in rows:
         for line in _scored_lines(row) if scored else [row.prediction.text]:
-            print(harmless(f"{row.given}: {line}" if given.named else line, keep="\t"))
+            print(harmless(f"{row.text}: {line}" if inputs.named else line, keep="\t"))
         if row.prediction.note:
             print(f"input {row.number}: {row.prediction.note}", file=sys.stderr)
         if row.attention_map:
@@ -264,7 +274,7 @@ def _scored_lines(row: _Row) -> list[str]:
     """Return the number of the input, the score and the text of each output, separated by tabs."""
     details = row.prediction.details
     best = details.get("n_best", [{"output": row.prediction.text, "score": details.get("score", 0.0)}])
-    return [f"{row.number}\t{one['score']:.4f}\t{one['output']}" for one in best]
+    return [f"{row.number}\t{output['score']:.4f}\t{output['output']}" for output in best]
 
 
 def _chat(predictor: Predictor, options: DecodeOptions) -> None:
@@ -304,21 +314,21 @@ def _prompted_lines() -> Iterator[str]:
 
 
 def _as_json(row: _Row) -> dict[str, object]:
-    values: dict[str, object] = {"input": row.given, "output": row.prediction.text, **row.prediction.details}
+    values: dict[str, object] = {"input": row.text, "output": row.prediction.text, **row.prediction.details}
     if row.attention_map:
         values["attention_map"] = str(row.attention_map)
     return values | ({"note": row.prediction.note} if row.prediction.note else {})
 
 
-def _write_maps(folder: Path, part: Sequence[Predicted]) -> list[Path | None]:
+def _write_maps(folder: Path, predictions: Sequence[Predicted]) -> list[Path | None]:
     paths: list[Path | None] = []
-    if not all(one.prediction.draw_map for one in part):
+    if not all(predicted.prediction.draw_map for predicted in predictions):
         raise Mistake("--attention-maps: only caption has them")
     try:
         folder.mkdir(parents=True, exist_ok=True)
-        for number, given, made in part:
-            path = folder / f"{number}-{Path(given).stem[:100]}.png"
-            path.write_bytes(made.attention_map or b"")
+        for number, image, prediction in predictions:
+            path = folder / f"{number}-{Path(image).stem[:100]}.png"
+            path.write_bytes(prediction.attention_map or b"")
             paths.append(path)
     except OSError as error:
         raise Mistake(f"--attention-maps {folder}: cannot write: {error.strerror}") from error

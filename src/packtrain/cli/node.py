@@ -140,7 +140,7 @@ def mirror(
         follow_as_node(run, uri, node)
         return
     screen = console()
-    done = follow(run, uri, lambda text: screen.say(f"warning: {text}"))
-    if done:
+    is_complete = follow(run, uri, lambda text: screen.say(f"warning: {text}"))
+    if is_complete:
         screen.say(f"{run.name} is in MLflow")
-    sys.exit(EXIT_DONE if done else EXIT_FAILED)
+    sys.exit(EXIT_DONE if is_complete else EXIT_FAILED)

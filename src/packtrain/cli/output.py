@@ -156,7 +156,10 @@ def json_text(value: Any) -> str:
     if text == harmless(text, keep="\n"):
         return text
     # JSON leaves characters above 7f as they are; those that the stream would escape get the escapes of JSON.
-    return "".join(one if one == "\n" or one == harmless(one) else json.dumps(one)[1:-1] for one in text)
+    return "".join(
+        character if character == "\n" or character == harmless(character) else json.dumps(character)[1:-1]
+        for character in text
+    )
 
 
 def _finite(value: Any) -> Any:

@@ -10,7 +10,7 @@ import typer
 import yaml
 
 from packtrain.cli.common import DropsOption, JobArgument, SetOption, run_in
-from packtrain.cli.screen import ProgressBars, console
+from packtrain.cli.screen import ProgressBars, console, say_detail
 from packtrain.errors import Mistake, nearest, quoted
 from packtrain.fleet.bundle import BundleWriter, add_pack, add_run, add_wheels, new_bundle
 from packtrain.fleet.image import (
@@ -98,46 +98,46 @@ def image(
     if push is not None:
         check_name(push, "--push")
     arm = this_machine.machine() in ("aarch64", "arm64")
-    own = "linux/arm64" if arm or variant == "jetson" else "linux/amd64"
-    request = ImageRequest(variant, platform or own, base, python, requirements)
+    default_platform = "linux/arm64" if arm or variant == "jetson" else "linux/amd64"
+    request = ImageRequest(variant, platform or default_platform, base, python, requirements)
     if write is not None:
         _write(request, write, builder)
         return
-    found = find_builder(builder, _print_line)
+    image_builder = find_builder(builder, say_detail)
     if load is not None:
-        name = found.load(load)
+        name = image_builder.load(load)
         console().say("Loaded ", (name, "bold"))
     else:
-        _build(request, name, found)
+        _build(request, name, image_builder)
     if save is not None:
-        found.save(name, save)
+        image_builder.save(name, save)
         console().say(f"Saved {save}")
     if push is not None:
-        console().say("Pushed ", (found.push(name, push), "bold"))
+        console().say("Pushed ", (image_builder.push(name, push), "bold"))
 
 
 def _write(request: ImageRequest, directory: Path, builder: str | None) -> None:
     base = request.base_image
     try:
-        base = find_builder(builder, _print_line).pin(base, request.platform)
+        base = find_builder(builder, say_detail).pin(base, request.platform)
     except Mistake as mistake:
         if builder is not None:
             raise
-        _print_line(str(mistake))
-    context = write_context(request, directory, base, _print_line)
+        say_detail(str(mistake))
+    context = write_context(request, directory, base, say_detail)
     if not context.is_pinned:
-        _print_line(f"the base image {base} is not pinned; pass --base with its @sha256: digest")
+        say_detail(f"the base image {base} is not pinned; pass --base with its @sha256: digest")
     console().say(f"Wrote {directory}/Dockerfile from ", (base, "bold"))
     console().say("  build: ", (command_to_build(context), "bold"))
 
 
 def _build(request: ImageRequest, name: str, builder: ImageBuilder) -> None:
     base = builder.pin(request.base_image, request.platform)
-    _print_line(f"base image {base}")
+    say_detail(f"base image {base}")
     with scratch() as directory:
-        context = write_context(request, directory, base, _print_line)
+        context = write_context(request, directory, base, say_detail)
         if not context.is_pinned:
-            _print_line(f"{base} was built here and has no digest; it is used by its name")
+            say_detail(f"{base} was built here and has no digest; it is used by its name")
         builder.build(context, name, request.platform)
     console().say("Built ", (name, "bold"), f" with {builder.program}")
 
@@ -167,13 +167,13 @@ def bundle(
     if not file.parent.is_dir():  # before the download, which takes minutes
         raise Mistake(f"--output {file}: there is no directory {file.parent}")
     store = open_store(loaded.job.store, create=loaded.job.program is None)  # a program has nothing to pack
-    taken = run_in(store, run) if run is not None else None
+    included = run_in(store, run) if run is not None else None
     prepared = make_portable(loaded, store, ProgressBars(screen))
     with scratch() as directory, new_bundle(file, name) as writer:
-        wheels = download(target, directory, requirements, _print_line)
-        add_wheels(writer, wheels, target, identity(), taken.name if taken is not None else None)
+        wheels = download(target, directory, requirements, say_detail)
+        add_wheels(writer, wheels, target, identity(), included.name if included is not None else None)
         _add_job(writer, prepared, prepared.document.get("code", ".") if loaded.job.has_own_code else None)
-        _add_data(writer, prepared, store, taken)
+        _add_data(writer, prepared, store, included)
     screen.say("Wrote ", (str(file), "bold"), f" ({show_bytes(file.stat().st_size)}) for {target}")
     screen.say("  there: ", (f"tar -xf {file.name} && cd {name} && sh install.sh", "bold"))
 
@@ -187,28 +187,24 @@ def _wheel_target(variant: str, platform: str | None, python: str | None) -> Whe
     return WheelTarget(python or WheelTarget.python, machine, "cuda" if variant == "cuda" else "cpu")
 
 
-def _add_data(writer: BundleWriter, prepared: PortableJob, store: Store, taken: Run | None) -> None:
+def _add_data(writer: BundleWriter, prepared: PortableJob, store: Store, included: Run | None) -> None:
     """Add the files that the model options name, the pack, and the run to resume."""
     for key in prepared.files:
         writer.add_object(store, key, PurePosixPath(key).name)
     if prepared.pack is not None:
         add_pack(writer, store, prepared.pack)
-    if taken is not None:
-        checkpoint = add_run(writer, taken)
+    if included is not None:
+        checkpoint = add_run(writer, included)
         step = f"its checkpoint of step {checkpoint.step}" if checkpoint is not None else "no checkpoint yet"
-        _print_line(f"took {taken.name} with {step}")
+        say_detail(f"took {included.name} with {step}")
 
 
 def _add_job(writer: BundleWriter, prepared: PortableJob, code: str | None) -> None:
     """Add the job file, with the code where the file looks for it."""
     note = "# As bundled: with what --set changed, and the pack that the store beside it has.\n"
     text = note + yaml.safe_dump(prepared.document, sort_keys=False, allow_unicode=True)
-    for one in files_of(prepared.code.archive) if code is not None else ():
-        place = str(PurePosixPath("job") / (code or ".") / one.name)
+    for file in files_of(prepared.code.archive) if code is not None else ():
+        place = str(PurePosixPath("job") / (code or ".") / file.name)
         if place != "job/job.yaml":
-            writer.add_bytes(place, one.data, one.mode)
+            writer.add_bytes(place, file.data, file.mode)
     writer.add_bytes("job/job.yaml", text.encode())
-
-
-def _print_line(text: str) -> None:
-    console().say(f"  {text}")

@@ -60,11 +60,11 @@ def plan(
     request = PlanRequest(_counts(machines), samples, length, probe, device, _link_speed(link))
     loaded = load(job, overrides or ())
     progress = console(sys.stderr)
-    made = make_plan(loaded, request, lambda text: progress.say((f"  {text}", "dim")))
+    run_plan = make_plan(loaded, request, lambda text: progress.say((f"  {text}", "dim")))
     if as_json:
-        print_json(asdict(made))
+        print_json(asdict(run_plan))
     else:
-        _print(made)
+        _print(run_plan)
 
 
 def _counts(text: str | None) -> tuple[int, ...]:
@@ -90,96 +90,96 @@ def _link_speed(text: str | None) -> float | None:
     return bits / 8
 
 
-def _print(made: Plan) -> None:
-    work, goal, screen = made.workload, made.goal, console()
+def _print(plan: Plan) -> None:
+    work, goal, screen = plan.workload, plan.goal, console()
     about = "about " if not work.exact else ""
     batches = list(dict.fromkeys(phase.batch for phase in goal.phases))
     first = show_count(work.units_per_step)
     batch = ", then ".join([first, *(show_count(share * work.units_per_step) for share in batches[1:])])
-    screen.say((made.job, "bold"), f"  {made.recipe} {made.model}")
+    screen.say((plan.job, "bold"), f"  {plan.recipe} {plan.model}")
     rows = {
         "model": f"{show_parameters(work.parameters)}, {show_bytes(work.weight_bytes)};"
-        f" checkpoints of {show_bytes(work.checkpoint_bytes)} {made.save_every}",
+        f" checkpoints of {show_bytes(work.checkpoint_bytes)} {plan.save_every}",
         "data": f"{about}{work.samples:,} samples, {show_bytes(work.data_bytes)} packed;"
         f" {about}{show_count(work.steps_per_epoch)} steps per epoch{' at first' if len(batches) > 1 else ''}",
-        "steps": f"{made.estimates[0].steps:,} steps of {batch} {work.unit}"
+        "steps": f"{plan.estimates[0].steps:,} steps of {batch} {work.unit}"
         + ("" if work.unit == "samples" else f" ({show_count(work.samples_per_step)} samples)")
         + (f", {_epochs(goal.epochs)}" if goal.epochs else ""),
-        "speed": made.source,
+        "speed": plan.source,
     }
-    if any(one.machines > 1 for one in made.estimates):
-        link = made.link
+    if any(estimate.machines > 1 for estimate in plan.estimates):
+        link = plan.link
         rows["network"] = f"{_rate(link.bytes_per_second)}, {link.latency_seconds * 1e3:.2g} ms ({link.source})"
     for name, text in rows.items():
         screen.say_row(f"  {name:<7}", "dim", text)
-    for note in made.notes:
+    for note in plan.notes:
         screen.say_row("  note   ", "yellow", note)
-    _print_table(made)
-    _print_advice(made)
+    _print_table(plan)
+    _print_advice(plan)
 
 
-def _print_table(made: Plan) -> None:
-    columns = _columns(made)
+def _print_table(plan: Plan) -> None:
+    columns = _columns(plan)
     screen = console()
-    whole = sum(max(len(name), *(len(cell) for cell in cells)) + 2 for name, cells in columns.items()) - 2
-    details = [] if whole <= screen.width else [name for name in _DETAILS if name in columns]
+    width = sum(max(len(name), *(len(cell) for cell in cells)) + 2 for name, cells in columns.items()) - 2
+    details = [] if width <= screen.width else [name for name in _DETAILS if name in columns]
     screen.print()
-    _print_columns(made, {name: cells for name, cells in columns.items() if name not in details})
+    _print_columns(plan, {name: cells for name, cells in columns.items() if name not in details})
     if details:
         screen.print()
-        _print_columns(made, {name: columns[name] for name in ("machines", *details)})
+        _print_columns(plan, {name: columns[name] for name in ("machines", *details)})
     screen.print()
 
 
-def _columns(made: Plan) -> dict[str, list[str]]:
+def _columns(plan: Plan) -> dict[str, list[str]]:
     """Return the cells of each column that says something about this job."""
-    all_of = made.estimates
+    estimates = plan.estimates
     columns: dict[str, list[str]] = {
-        "machines": [f"{one.machines} x {one.workers // one.machines}" for one in all_of],
-        "step": [show_step(one.step_seconds) for one in all_of],
-        f"{made.workload.unit}/s": [show_speed(one.units_per_second) for one in all_of],
-        "per worker": [f"{one.efficiency:.0%}" for one in all_of],
-        "limit": [one.limit for one in all_of],
-        "memory": [show_bytes(one.memory_bytes) for one in all_of],
-        "sent": [show_bytes(one.sent_bytes) if one.sent_bytes else "-" for one in all_of],
-        "needs": [_rate(one.needed_bytes_per_second) if one.machines > 1 else "-" for one in all_of],
-        "loads": [f"{show_speed(one.samples_per_second)}/s" for one in all_of],
-        "time": [show_seconds(one.seconds) for one in all_of],
-        "cost": ["-" if one.dollars is None else show_dollars(one.dollars) for one in all_of],
+        "machines": [f"{estimate.machines} x {estimate.workers // estimate.machines}" for estimate in estimates],
+        "step": [show_step(estimate.step_seconds) for estimate in estimates],
+        f"{plan.workload.unit}/s": [show_speed(estimate.units_per_second) for estimate in estimates],
+        "per worker": [f"{estimate.efficiency:.0%}" for estimate in estimates],
+        "limit": [estimate.limit for estimate in estimates],
+        "memory": [show_bytes(estimate.memory_bytes) for estimate in estimates],
+        "sent": [show_bytes(estimate.sent_bytes) if estimate.sent_bytes else "-" for estimate in estimates],
+        "needs": [_rate(estimate.needed_bytes_per_second) if estimate.machines > 1 else "-" for estimate in estimates],
+        "loads": [f"{show_speed(estimate.samples_per_second)}/s" for estimate in estimates],
+        "time": [show_seconds(estimate.seconds) for estimate in estimates],
+        "cost": ["-" if estimate.dollars is None else show_dollars(estimate.dollars) for estimate in estimates],
     }
     return {name: cells for name, cells in columns.items() if any(cell != "-" for cell in cells)}
 
 
-def _print_columns(made: Plan, columns: dict[str, list[str]]) -> None:
+def _print_columns(plan: Plan, columns: dict[str, list[str]]) -> None:
     table = Table(box=None, pad_edge=False, header_style="dim")
     for name in columns:
         table.add_column(name, justify="left" if name == "limit" else "right", no_wrap=True)
-    for one, row in zip(made.estimates, zip(*columns.values(), strict=True), strict=True):
-        limit = "red" if one.limit == "memory" else "yellow" if one.limit != "compute" else ""
+    for estimate, row in zip(plan.estimates, zip(*columns.values(), strict=True), strict=True):
+        limit = "red" if estimate.limit == "memory" else "yellow" if estimate.limit != "compute" else ""
         cells = [Text(cell, limit if name == "limit" else "") for name, cell in zip(columns, row, strict=True)]
-        table.add_row(*cells, style="" if one.fits and one.in_budget else "dim")
+        table.add_row(*cells, style="" if estimate.fits and estimate.in_budget else "dim")
     console().print(table)
 
 
-def _print_advice(made: Plan) -> None:
-    screen, by_count = console(), {one.machines: one for one in made.estimates}
-    goal = made.goal
+def _print_advice(plan: Plan) -> None:
+    screen, by_count = console(), {estimate.machines: estimate for estimate in plan.estimates}
+    goal = plan.goal
     limits = [f"{goal.budget_hours:g} hours"] if goal.budget_hours else []
     limits += [show_dollars(goal.budget_dollars)] if goal.budget_dollars else []
     within = f" within {' and '.join(limits)}" if limits else ""
-    if made.advice.cheapest is None:
-        tight = [one for one in made.estimates if not one.fits]
+    if plan.advice.cheapest is None:
+        tight = [estimate for estimate in plan.estimates if not estimate.fits]
         why = f"a worker has only {show_bytes(tight[0].memory_limit_bytes)}" if tight else f"none ends{within}"
         advice = "a smaller train.micro_batch, or exchange: fsdp" if tight else "raise the budget, or train for less"
         screen.say(("none fits: ", "red"), f"{why}; {advice}")
         return
 
     def line(count: int) -> str:
-        one: Estimate = by_count[count]
-        cost = "" if one.dollars is None else f", {show_dollars(one.dollars)}"
-        return f"{counted(count, 'machine')}: {show_seconds(one.seconds)}{cost}{within}"
+        estimate: Estimate = by_count[count]
+        cost = "" if estimate.dollars is None else f", {show_dollars(estimate.dollars)}"
+        return f"{counted(count, 'machine')}: {show_seconds(estimate.seconds)}{cost}{within}"
 
-    cheapest, fastest = made.advice.cheapest, made.advice.fastest
+    cheapest, fastest = plan.advice.cheapest, plan.advice.fastest
     assert fastest is not None
     if cheapest == fastest:
         screen.say(("cheapest and fastest  ", "dim"), line(cheapest))

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated
 
 import typer
 
@@ -67,7 +67,7 @@ _SHOWN = 300  # characters of a text of a sample
 
 def report(
     name: Annotated[str | None, typer.Argument(metavar="RUN|SWEEP", help=_REPORTED)] = None,
-    store: StoreOption = None,
+    location: StoreOption = None,
     as_markdown: Annotated[bool, typer.Option("--markdown", help="Print Markdown.")] = False,
     as_json: JsonOption = False,
     output: Annotated[
@@ -81,13 +81,13 @@ def report(
     if as_markdown and as_json:
         raise Mistake("--markdown and --json: pass one of them")
     form = "markdown" if as_markdown else "json" if as_json else "page"
-    found = find_store(store)
-    sweep = find_sweep(found, name)
+    store = find_store(location)
+    sweep = find_sweep(store, name)
     if form == "page" and output is None:
-        table = None if sweep is None else sweep_table(found, sweep)
-        print(write_report(run_in(found, name)) if table is None else write_sweep_report(found, table))
+        table = None if sweep is None else sweep_table(store, sweep)
+        print(write_report(run_in(store, name)) if table is None else write_sweep_report(store, table))
         return
-    text = _run_text(run_in(found, name), form) if sweep is None else _sweep_text(sweep_table(found, sweep), form)
+    text = _run_text(run_in(store, name), form) if sweep is None else _sweep_text(sweep_table(store, sweep), form)
     if output is None:
         print(text, end="")
     else:
@@ -112,7 +112,7 @@ def _sweep_text(table: SweepTable, form: str) -> str:
 
 def compare(
     names: Annotated[list[str], typer.Argument(metavar="RUN", help="Names of runs, or of jobs for their newest runs.")],
-    store: StoreOption = None,
+    location: StoreOption = None,
     output: Annotated[
         Path | None, typer.Option("-o", "--output", metavar="FILE", help="Write the comparison as an HTML page.")
     ] = None,
@@ -129,14 +129,14 @@ def compare(
     """
     if not 2 <= len(names) <= MAX_RUNS:
         raise Mistake(f"compare takes 2 to {MAX_RUNS} runs, not {len(names)}; `packtrain ls` lists them")
-    found_store = find_store(store)
-    runs = [run_in(found_store, name) for name in names]
-    twice = next((run.name for at, run in enumerate(runs) if run.name in [one.name for one in runs[:at]]), None)
+    store = find_store(location)
+    runs = [run_in(store, name) for name in names]
+    twice = next((run.name for at, run in enumerate(runs) if run.name in [earlier.name for earlier in runs[:at]]), None)
     if twice is not None:
         raise Mistake(f"{twice} is named twice; compare different runs")
-    found = [gather_compared(run, letter, state_of(run)) for run, letter in zip(runs, _LETTERS, strict=False)]
-    tests = _paired_tests(runs, found, trust_code) if resample else {}
-    comparison = compare_runs(found, tests)
+    compared = [gather_compared(run, letter, state_of(run)) for run, letter in zip(runs, _LETTERS, strict=False)]
+    tests = _paired_tests(runs, compared, trust_code) if resample else {}
+    comparison = compare_runs(compared, tests)
     if output is not None:
         write_output(output, compare_page(comparison))
     if as_json:
@@ -148,18 +148,22 @@ def compare(
         screen.say(f"Wrote {output}")
 
 
-def _paired_tests(runs: Sequence[Run], found: Sequence[ComparedRun], trust_code: bool) -> Tests:
+def _paired_tests(runs: Sequence[Run], compared: Sequence[ComparedRun], trust_code: bool) -> Tests:
     """Evaluate every model on the same samples, and compare each with the first."""
     subjects = [run_subject(run, "last", trusting(trust_code)) for run in runs]
     scored = score_models(subjects, EvaluateOptions(), ProgressBars(console(sys.stderr)), Processes())
     tests: dict[tuple[str, str], dict[str, PairedTest]] = {}
-    for run, other in zip(found[1:], scored[1:], strict=True):
-        differences = compare_scores(scored[0], other).differences
-        tests[found[0].letter, run.letter] = {
-            f"{other.split}.{name}": PairedTest(
-                one.value, one.interval.low, one.interval.high, one.p_value, one.is_significant
+    for run, model in zip(compared[1:], scored[1:], strict=True):
+        differences = compare_scores(scored[0], model).differences
+        tests[compared[0].letter, run.letter] = {
+            f"{model.split}.{name}": PairedTest(
+                difference.value,
+                difference.interval.low,
+                difference.interval.high,
+                difference.p_value,
+                difference.is_significant,
             )
-            for name, one in differences.items()
+            for name, difference in differences.items()
         }
     return tests
 
@@ -219,29 +223,23 @@ def evaluate(
     if predictions is not None and (predictions.is_dir() or not predictions.parent.is_dir()):
         fault = "is a directory" if predictions.is_dir() else f"there is no directory {predictions.parent}"
         raise Mistake(f"--predictions {predictions}: {fault}")
-    subjects = [_subject(one, store, checkpoint, trust_code) for one in names]
+    subjects = [_subject(model, store, checkpoint, trust_code) for model in names]
     options = EvaluateOptions(tuple(data or ()), split, samples, beam, allow_drops, predictions is not None)
     # Standard output has the result alone.
-    found = score_models(subjects, options, ProgressBars(console(sys.stderr)), Processes())
+    evaluated = score_models(subjects, options, ProgressBars(console(sys.stderr)), Processes())
     if predictions is not None:
-        _write_predictions(predictions, [row for one in found for row in one.predictions])
+        rows = [row for model in evaluated for row in model.predictions]
+        write_output(predictions, "".join(f"{json_line(row)}\n" for row in rows), "--predictions")
     if as_json:
-        print_json(scores_as_json(found, options.data))
+        print_json(scores_as_json(evaluated, options.data))
         return
     screen = console()
-    for one in found:
-        _print(screen, one, ", ".join(options.data))
-    if len(found) == 2:
-        _print_comparison(screen, compare_scores(*found))
+    for model in evaluated:
+        _print_scores(screen, model, ", ".join(options.data))
+    if len(evaluated) == 2:
+        _print_comparison(screen, compare_scores(*evaluated))
     if predictions is not None:
         screen.say(f"Predictions: {predictions}")
-
-
-def _write_predictions(path: Path, rows: Sequence[Mapping[str, Any]]) -> None:
-    try:
-        path.write_text("".join(f"{json_line(row)}\n" for row in rows), encoding="utf-8")
-    except OSError as error:
-        raise Mistake(f"--predictions {path}: cannot write it: {error.strerror}") from None
 
 
 def _subject(name: str, store: str | None, checkpoint: str | None, trust_code: bool) -> Subject:
@@ -250,21 +248,21 @@ def _subject(name: str, store: str | None, checkpoint: str | None, trust_code: b
     return run_subject(find_run(store, name), choice_of(checkpoint), trusting(trust_code))
 
 
-def _print(screen: Screen, found: ModelScores, data: str) -> None:
-    some = f"{found.samples:,} of {found.available:,}" if found.samples < found.available else f"{found.samples:,}"
-    where = data or found.split
+def _print_scores(screen: Screen, model: ModelScores, data: str) -> None:
+    count = f"{model.samples:,} of {model.available:,}" if model.samples < model.available else f"{model.samples:,}"
+    where = data or model.split
     screen.say(
-        (found.subject.name, "bold"),
-        f" (step {found.step:,}): {some} samples of {where} in {show_seconds(found.seconds)}",
+        (model.subject.name, "bold"),
+        f" (step {model.step:,}): {count} samples of {where} in {show_seconds(model.seconds)}",
     )
-    for note in found.notes:
+    for note in model.notes:
         screen.say_row("  note", "yellow", note)
     rows = [
         (name, show(score.value), _span(score.interval) if score.interval else "none", score.signature)
-        for name, score in found.scores.items()
+        for name, score in model.scores.items()
     ]
     _print_table(screen, [("score", "value", "95 % interval", ""), *rows])
-    for sample in found.shown:
+    for sample in model.shown:
         screen.say()
         for label, text in (
             ("input", sample.input),
@@ -280,8 +278,8 @@ def _print_comparison(screen: Screen, comparison: Comparison) -> None:
     names = comparison.second.subject.name, comparison.first.subject.name
     screen.say(f"{names[0]} minus {names[1]}, by paired bootstrap resampling")
     rows = [
-        (name, show(one.value), _span(one.interval), f"p = {one.p_value:.3f}")
-        for name, one in comparison.differences.items()
+        (name, show(difference.value), _span(difference.interval), f"p = {difference.p_value:.3f}")
+        for name, difference in comparison.differences.items()
     ]
     _print_table(screen, [("score", "difference", "95 % interval", ""), *rows])
     screen.say((comparison.verdict, "bold"))
@@ -289,9 +287,9 @@ def _print_comparison(screen: Screen, comparison: Comparison) -> None:
 
 def _print_table(screen: Screen, rows: Sequence[tuple[str, str, str, str]]) -> None:
     widths = [max(len(row[column]) for row in rows) for column in range(3)]
-    for number, (name, value, span, rest) in enumerate(rows):
+    for number, (name, value, span, remark) in enumerate(rows):
         style = "" if number else "dim"
-        line = f"{value:>{widths[1]}}  {span:<{widths[2]}}  {rest}".rstrip()
+        line = f"{value:>{widths[1]}}  {span:<{widths[2]}}  {remark}".rstrip()
         screen.say_row(f"  {name:<{widths[0]}}", style, (line, style))
 
 

@@ -51,26 +51,26 @@ class Screen(Console):
         """Leave it to `main`, which ends all commands the same way; Rich would end with 1."""
         raise ReaderGone
 
-    def say(self, *parts: Part) -> None:
+    def say(self, *texts: Part) -> None:
         """Print one line of texts and (text, style) pairs. The terminal wraps it, so that it can be copied whole."""
-        self.print(self._assembled(parts), soft_wrap=True)
+        self.print(self._assembled(texts), soft_wrap=True)
 
     def say_lines(self, texts: Iterable[str]) -> None:
         for text in texts:
             self.say(text)
 
-    def say_row(self, label: str, style: str, *parts: Part, gap: int = 2) -> None:
+    def say_row(self, label: str, style: str, *texts: Part, gap: int = 2) -> None:
         """Print a label, and beside it texts in as many lines as they need; a path or another long word stays whole."""
         room = max(_LEAST_TEXT, self.width - len(label) - gap)
-        text = self._assembled(parts)
+        text = self._assembled(texts)
         for number, line in enumerate(text.divide(line_starts(text.plain, room))):
             line.rstrip()
             start = (label, style) if number == 0 else " " * len(label)
             self.print(Text.assemble(start, " " * gap, line), soft_wrap=True)
 
     @staticmethod
-    def _assembled(parts: Iterable[Part]) -> Text:
-        shown = [harmless(part) if isinstance(part, str) else (harmless(part[0]), part[1]) for part in parts]
+    def _assembled(texts: Iterable[Part]) -> Text:
+        shown = [harmless(text) if isinstance(text, str) else (harmless(text[0]), text[1]) for text in texts]
         return Text.assemble(*shown)
 
     def render(self, renderable: RenderableType, options: ConsoleOptions | None = None) -> Iterable[Segment]:
@@ -98,6 +98,11 @@ def console(stream: TextIO | None = None) -> Screen:
     if isinstance(stream, SafeStream):
         stream = cast("TextIO", type(stream)(stream.stream, escapes=False))
     return Screen(stream)
+
+
+def say_detail(text: str) -> None:
+    """Print a line of news about what a command does."""
+    console().say(f"  {text}")
 
 
 class _Rate(ProgressColumn):
@@ -138,5 +143,5 @@ class CopyBars:
     def say(self, text: str) -> None:
         self._screen.say(f"  {text}")
 
-    def track(self, what: str, total_bytes: int) -> AbstractContextManager[Advance]:
-        return _bar(self._screen, what, total_bytes, DownloadColumn(), TransferSpeedColumn())
+    def track(self, activity: str, total_bytes: int) -> AbstractContextManager[Advance]:
+        return _bar(self._screen, activity, total_bytes, DownloadColumn(), TransferSpeedColumn())

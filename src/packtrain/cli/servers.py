@@ -11,7 +11,7 @@ import sys
 import tempfile
 import threading
 import webbrowser
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, nullcontext
 from functools import partial
 from importlib.util import find_spec
@@ -22,7 +22,7 @@ from typing import IO, Annotated
 
 import typer
 
-from packtrain.cli.common import StoreOption, check_exists, find_store, run_in
+from packtrain.cli.common import StoreOption, check_exists, find_store, parsed, run_in
 from packtrain.errors import Mistake, printable
 from packtrain.export.model import read_model
 from packtrain.export.serve import serve as serve_model
@@ -44,11 +44,13 @@ PortOption = Annotated[
 ]
 _TOKEN_BYTES = 24
 _OUTAGE_SECONDS = 4.0
+
 _FILE = re.compile(r"events\.out\.tfevents\.[^/]+")
 _URL = re.compile(r"TensorBoard \S+ at (http://\S+)")
 _MAX_FILE_BYTES = 1 << 30
 _LOOK_SECONDS = 5.0  # as often as TensorBoard itself looks for new files
 _END_SECONDS = 5.0
+
 TOKEN_VARIABLE = "PACKTRAIN_SERVE_TOKEN"  # noqa: S105 - the name of a variable
 _MIN_TOKEN, _MAX_TOKEN_BYTES = 16, 4096
 
@@ -79,7 +81,7 @@ def termination_as_interrupt() -> Iterator[None]:
 
 
 def ui(
-    store: StoreOption = None,
+    location: StoreOption = None,
     host: HostOption = "127.0.0.1",
     port: PortOption = 8265,
     certificate: Annotated[
@@ -100,17 +102,17 @@ def ui(
     if certificate is not None:
         check_certificate(certificate, key)
     # Pages want an answer now: they show that a store is away, and ask again.
-    found = open_store(store or default_store(), outage_seconds=_OUTAGE_SECONDS, answer_seconds=_OUTAGE_SECONDS)
-    check_exists(found)  # a store that is not there is a mistake now, and an outage later
+    store = open_store(location or default_store(), outage_seconds=_OUTAGE_SECONDS, answer_seconds=_OUTAGE_SECONDS)
+    check_exists(store)  # a store that is not there is a mistake now, and an outage later
     listener = listening(host, port)
     token = secrets.token_urlsafe(_TOKEN_BYTES)
     options = {} if certificate is None else {"ssl_certfile": str(certificate), "ssl_keyfile": key and str(key)}
     url = f"{url_of(listener, 'https' if certificate else 'http')}/{token}/"
-    print(f"Dashboard of {found.url}: {url}  Ctrl-C stops it.", flush=True)
+    print(f"Dashboard of {store.url}: {url}  Ctrl-C stops it.", flush=True)
     with ExitStack() as pages:
         # Not before it has started: a signal would leave the file behind.
         started = partial(pages.enter_context, _opened(url) if browse else nullcontext())
-        server = DashboardServer(found, listener, token, log_request, started, **options)
+        server = DashboardServer(store, listener, token, log_request, started, **options)
         server.run(sockets=[listener])
     if server.is_interrupted:
         raise KeyboardInterrupt
@@ -137,7 +139,7 @@ def tensorboard(
     names: Annotated[
         list[str] | None, typer.Argument(metavar="RUN", help="Runs to show together. Default: the newest run.")
     ] = None,
-    store: StoreOption = None,
+    location: StoreOption = None,
     port: Annotated[
         int | None,
         typer.Option(
@@ -148,8 +150,8 @@ def tensorboard(
     """Open TensorBoard on the event files of runs. Ctrl-C stops it."""
     if find_spec("tensorboard") is None:
         raise Mistake("TensorBoard is not installed; it comes with the extra `train`, or run `pip install tensorboard`")
-    found = find_store(store)
-    runs = [run_in(found, name) for name in dict.fromkeys(names)] if names else [run_in(found, None)]
+    store = find_store(location)
+    runs = [run_in(store, name) for name in dict.fromkeys(names)] if names else [run_in(store, None)]
     with termination_as_interrupt(), tempfile.TemporaryDirectory(prefix="packtrain-tensorboard-") as scratch:
         folder = EventFolder(runs, Path(scratch) / "runs")
         if not folder.update():
@@ -261,8 +263,8 @@ class TensorBoardOutput:
 
     def _read(self, stream: IO[str]) -> None:
         for line in stream:
-            if found := _URL.search(line):
-                print(f"TensorBoard: {found[1]}  Ctrl-C ends it.", flush=True)
+            if address := _URL.search(line):
+                print(f"TensorBoard: {address[1]}  Ctrl-C ends it.", flush=True)
             elif line.strip():
                 self.last = line.strip().removeprefix("ERROR: ").removeprefix("TensorBoard ")
         self._over.set()
@@ -304,20 +306,13 @@ def serve(
     """Serve an exported model over HTTP, with a page to try it."""
     token = _token(token_file)
     check_host(host, token is not None, f"set ${TOKEN_VARIABLE} or --token-file")
-    size, seconds = _parsed("--max-bytes", parse_bytes, max_bytes), _parsed("--timeout", parse_seconds, timeout)
+    size, seconds = parsed("--max-bytes", parse_bytes, max_bytes), parsed("--timeout", parse_seconds, timeout)
     settings = ServiceSettings(batch, queue, int(size), float(seconds))
     model = ServedModel.of(read_model(folder), threads)
     listener = listening(host, port)
     print(f"{model.name} ({model.form} {model.precision}): {url_of(listener)}  Ctrl-C stops it.", flush=True)
     if serve_model(model, settings, listener, token, log_request):
         raise KeyboardInterrupt  # it ends as every command does
-
-
-def _parsed(option: str, parse: Callable[[str], float], text: str) -> float:
-    try:
-        return parse(text)
-    except ValueError as error:
-        raise Mistake(f"{option}: {error}") from None
 
 
 def _token(file: Path | None) -> str | None:

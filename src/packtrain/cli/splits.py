@@ -45,27 +45,27 @@ def find_splits(kind: str, folder: Path, ask: Ask) -> Splits | None:
     """Return the splits that a folder holds for a raw format; None if the folder itself is the training data."""
     entries = _entries(folder)
     notes: list[str] = []
-    found = _json_lines(entries, ask, notes) or _FINDERS[kind](entries, ask, notes)
-    if "train" not in found:
+    candidates = _json_lines(entries, ask, notes) or _FINDERS[kind](entries, ask, notes)
+    if "train" not in candidates:
         if kind == "imagenet" or (kind == "dialogue" and (folder / LINES).exists()):
             return None
         raise Mistake(f"--data {folder}: holds {_EXPECTED[kind]}; name the files, each with --data")
-    valid, test = _chosen(found, "valid", ask, notes), _chosen(found, "test", ask, notes)
+    valid, test = _chosen(candidates, "valid", ask, notes), _chosen(candidates, "test", ask, notes)
     if test and not valid:
         question = f"{_shown(test)} is the only data beside the training data. Validate on it?"
         if (answer := ask(question, ("yes", "no"))) != "no":
             valid, test = test, ()
             if answer is None:
                 notes.append("there is no validation data, so the best checkpoint is chosen by test")
-    return Splits(_chosen(found, "train", ask, notes), valid, test, notes)
+    return Splits(_chosen(candidates, "train", ask, notes), valid, test, notes)
 
 
-Found = Mapping[str, list[Paths]]
+Candidates = Mapping[str, list[Paths]]
 """The sets of paths that may be a split, the preferred ones first."""
 
 
-def _chosen(found: Found, split: str, ask: Ask, notes: list[str]) -> Paths:
-    sets = found.get(split, [])
+def _chosen(candidates: Candidates, split: str, ask: Ask, notes: list[str]) -> Paths:
+    sets = candidates.get(split, [])
     if len(sets) < 2:
         return sets[0] if sets else ()
     answer = ask(f"Which is the {split} data?", [_shown(paths) for paths in sets])
@@ -109,29 +109,29 @@ def _entries(folder: Path) -> list[_Entry]:
 
 
 def _entry(path: Path) -> _Entry:
-    parts = re.split(r"([._-])", path.name)
-    words = {place: part.lower().rstrip("0123456789") for place, part in enumerate(parts)}  # train2014
+    pieces = re.split(r"([._-])", path.name)
+    words = {place: piece.lower().rstrip("0123456789") for place, piece in enumerate(pieces)}  # train2014
     places = [place for place, word in words.items() if word in _WORDS]
     if len(places) != 1:
         return _Entry(path, "", path.name, path.is_dir())
     [place] = places
-    pattern = "".join([*parts[:place], "*", *parts[place + 1 :]])
+    pattern = "".join([*pieces[:place], "*", *pieces[place + 1 :]])
     return _Entry(path, words[place], pattern, path.is_dir())
 
 
 def _grouped(entries: Sequence[_Entry]) -> dict[str, list[Paths]]:
     """Return each entry as a set of its own."""
-    found: dict[str, list[Paths]] = {}
+    grouped: dict[str, list[Paths]] = {}
     for entry in entries:
         if entry.split:
-            found.setdefault(entry.split, []).append((str(entry.path),))
-    return found
+            grouped.setdefault(entry.split, []).append((str(entry.path),))
+    return grouped
 
 
 # What the raw formats look like.
 
 
-def _json_lines(entries: Sequence[_Entry], _ask: Ask, _notes: list[str]) -> Found:
+def _json_lines(entries: Sequence[_Entry], _ask: Ask, _notes: list[str]) -> Candidates:
     return _grouped([entry for entry in entries if plain_name(entry.path.name).endswith(".jsonl")])
 
 
@@ -140,31 +140,31 @@ def _is_place(entry: _Entry) -> bool:
     return entry.is_folder or (bool(entry.word) and is_archive(str(entry.path)))
 
 
-def _class_folders(entries: Sequence[_Entry], ask: Ask, _notes: list[str]) -> Found:
+def _class_folders(entries: Sequence[_Entry], ask: Ask, _notes: list[str]) -> Candidates:
     places = [entry for entry in entries if _is_place(entry)]
-    found = _grouped(places)
-    others = [entry.path.name for entry in places if entry.is_folder and not entry.split]
-    if "train" not in found or not others:
-        return found
+    candidates = _grouped(places)
+    classes = [entry.path.name for entry in places if entry.is_folder and not entry.split]
+    if "train" not in candidates or not classes:
+        return candidates
     # `train` may be a class: of vehicles, for example.
-    if len(found) == 1:
+    if len(candidates) == 1:
         return {}
     splits = [entry for entry in places if entry.split]
     names = " and ".join(entry.path.name for entry in splits)
-    answer = ask(f"Are {names} classes, as {others[0]} is?", ("yes", "no"))
+    answer = ask(f"Are {names} classes, as {classes[0]} is?", ("yes", "no"))
     if answer is None:
         raise Mistake(
-            f"--data {splits[0].path.parent}: {names} are beside {others[0]}, so they may be classes;"
+            f"--data {splits[0].path.parent}: {names} are beside {classes[0]}, so they may be classes;"
             f" name the data: --data {splits[0].path} --valid {splits[1].path}"
         )
-    return {} if answer == "yes" else found
+    return {} if answer == "yes" else candidates
 
 
-def _tables(entries: Sequence[_Entry], _ask: Ask, _notes: list[str]) -> Found:
+def _tables(entries: Sequence[_Entry], _ask: Ask, _notes: list[str]) -> Candidates:
     return _grouped([entry for entry in entries if plain_name(entry.path.name).endswith((".tsv", ".txt"))])
 
 
-def _texts(entries: Sequence[_Entry], ask: Ask, notes: list[str]) -> Found:
+def _texts(entries: Sequence[_Entry], ask: Ask, notes: list[str]) -> Candidates:
     """Find tables of pairs, or else pairs of files that differ in their endings."""
     tables = _grouped([entry for entry in entries if plain_name(entry.path.name).endswith(".tsv")])
     if "train" in tables:
@@ -181,11 +181,11 @@ def _texts(entries: Sequence[_Entry], ask: Ask, notes: list[str]) -> Found:
     if len(names) < 2:
         return {}
     source, target = _languages(names, ask, notes)
-    found: dict[str, list[Paths]] = {}
+    pairs: dict[str, list[Paths]] = {}
     for word, split in _WORDS.items():
         if (word, source) in places and (word, target) in places:
-            found.setdefault(split, []).append((places[word, source], places[word, target]))
-    return found
+            pairs.setdefault(split, []).append((places[word, source], places[word, target]))
+    return pairs
 
 
 def _languages(names: Mapping[str, str], ask: Ask, notes: list[str]) -> Paths:
@@ -196,25 +196,26 @@ def _languages(names: Mapping[str, str], ask: Ask, notes: list[str]) -> Paths:
     if source is None:
         source = next(iter(names))
         notes.append(f"translates from {source}; swap the files in the job for the other way")
-    others = [name for name in names if name != source]
-    target = others[0] if len(others) == 1 else ask("Translate to which language?", others) or others[0]
+    remaining = [name for name in names if name != source]
+    target = remaining[0] if len(remaining) == 1 else ask("Translate to which language?", remaining) or remaining[0]
     return names[source], names[target]
 
 
-def _captions(entries: Sequence[_Entry], _ask: Ask, _notes: list[str]) -> Found:
+def _captions(entries: Sequence[_Entry], _ask: Ask, _notes: list[str]) -> Candidates:
     """Find captions, each with the folder or archive of its images; one folder may be for all of them."""
     listings = [entry for entry in entries if entry.word and plain_name(entry.path.name).endswith(".json")]
-    images = [entry for entry in entries if _is_place(entry)]
-    found: dict[str, list[Paths]] = {}
+    images = [entry for entry in entries if _is_place(entry) and entry.path.name != "annotations"]
+    captions: dict[str, list[Paths]] = {}
     for listing in listings:
-        own = [one for one in images if one.word == listing.word] or [one for one in images if not one.word]
-        own = [one for one in own if one.path.name != "annotations"]
-        if own:
-            found.setdefault(listing.split, []).append((str(listing.path), str(own[0].path)))
-    return found
+        places = [place for place in images if place.word == listing.word] or [
+            place for place in images if not place.word
+        ]
+        if places:
+            captions.setdefault(listing.split, []).append((str(listing.path), str(places[0].path)))
+    return captions
 
 
-_FINDERS: Mapping[str, Callable[[Sequence[_Entry], Ask, list[str]], Found]] = {
+_FINDERS: Mapping[str, Callable[[Sequence[_Entry], Ask, list[str]], Candidates]] = {
     "folder": _json_lines,
     "imagenet": _class_folders,
     "dialogue": _tables,

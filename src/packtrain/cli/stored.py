@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, replace
+from functools import partial
 from pathlib import Path
 from typing import Annotated
 
@@ -23,6 +24,7 @@ from packtrain.cli.common import (
     find_run,
     find_store,
     hints,
+    parsed,
     run_in,
 )
 from packtrain.cli.output import print_json
@@ -46,6 +48,7 @@ from packtrain.system import to_type
 from packtrain.units import counted, parse_seconds, show_bytes, show_seconds
 
 ForceOption = Annotated[bool, typer.Option("--force", help="Skip the check for machines that the run may still rent.")]
+
 _SHOWN = ("where", "kind", "name", "bytes", "age_seconds")
 _MAX_LISTED = 20
 _DIGEST = 12  # characters of a digest that are shown
@@ -57,31 +60,31 @@ _SEAT_SECONDS = 15.0  # longer than a driver that was killed on another machine 
 
 def rm(
     names: Annotated[list[str], typer.Argument(metavar="RUN", help="Full names of runs, or of sweeps.")],
-    store: StoreOption = None,
+    location: StoreOption = None,
     yes: YesOption = False,
     force: ForceOption = False,
 ) -> None:
     """Remove runs with their checkpoints, logs and metrics. Packs stay; see `packtrain gc`."""
-    found = existing_store(store)
-    things = [_named(found, name) for name in dict.fromkeys(names)]
-    runs = [one for one in things if isinstance(one, Run)]
-    sweeps = [one for one in things if not isinstance(one, Run)]
-    every = [*runs, *(sweep.run(trial) for sweep in sweeps for trial in sweep.plan.trials)]
-    for run in every:  # before anything is removed
-        if found.exists(run.key("job.json")):
-            check_has_no_machines(run, force)
-    sizes = {run.name: usage_of(run.name, found.list(run.folder)).bytes for run in every}
-    what = f"{counted(len(every), 'run')} ({show_bytes(sum(sizes.values()))})"
+    store, check = existing_store(location), partial(check_has_no_machines, force=force)
+    runs_and_sweeps = [_named(store, name) for name in dict.fromkeys(names)]
+    runs = [run for run in runs_and_sweeps if isinstance(run, Run)]
+    sweeps = [sweep for sweep in runs_and_sweeps if not isinstance(sweep, Run)]
+    every_run = [*runs, *(sweep.run(trial) for sweep in sweeps for trial in sweep.plan.trials)]
+    for run in every_run:  # before anything is removed
+        if store.exists(run.key("job.json")):
+            check(run)
+    sizes = {run.name: usage_of(run.name, store.list(run.folder)).bytes for run in every_run}
+    amount = f"{counted(len(every_run), 'run')} ({show_bytes(sum(sizes.values()))})"
     lines = [f"  {name}  {show_bytes(size)}" for name, size in sizes.items()]
-    confirm(lines, f"Remove {what}?", f"{what} would be removed", yes, "nothing was removed")
+    confirm(lines, f"Remove {amount}?", f"{amount} would be removed", yes, "nothing was removed")
     screen = console()
     for run in runs:
-        remove_run(run, lambda run: check_has_no_machines(run, force))
+        remove_run(run, check)
         screen.say("Removed ", (run.name, "bold"), f" ({show_bytes(sizes[run.name])})")
     for sweep in sweeps:
-        gone = _remove_sweep(sweep, force)
-        size = show_bytes(sum(sizes[name] for name in gone))
-        screen.say("Removed ", (sweep.name, "bold"), f" with {counted(len(gone), 'run')} ({size})")
+        names_of_runs = _remove_sweep(sweep, check)
+        size = show_bytes(sum(sizes[name] for name in names_of_runs))
+        screen.say("Removed ", (sweep.name, "bold"), f" with {counted(len(names_of_runs), 'run')} ({size})")
 
 
 def _named(store: Store, name: str) -> Run | Sweep:
@@ -94,7 +97,7 @@ def _named(store: Store, name: str) -> Run | Sweep:
     raise NotFound(f"no run {name!r} in {store.url}; its newest run is {newest.name}, and rm needs the full name")
 
 
-def _remove_sweep(sweep: Sweep, force: bool) -> list[str]:
+def _remove_sweep(sweep: Sweep, check: Callable[[Run], None]) -> list[str]:
     """Remove a sweep as its driver, so that nobody starts runs of it meanwhile; return the names of its runs."""
     seat, deadline = DriverSeat(sweep), time.monotonic() + _SEAT_SECONDS
     while not seat.take():
@@ -103,11 +106,11 @@ def _remove_sweep(sweep: Sweep, force: bool) -> list[str]:
             raise Mistake(f"{sweep.name} is being driven by {who}; end that first (Ctrl-C)")
         time.sleep(_SEAT_POLL_SECONDS)
     try:
-        gone = remove_sweep(sweep, lambda run: check_has_no_machines(run, force))
+        names = remove_sweep(sweep, check)
     finally:
         seat.close()
     clear_sweep(sweep)  # after the last sign of life of its driver
-    return gone
+    return names
 
 
 def mv(
@@ -117,7 +120,7 @@ def mv(
     force: ForceOption = False,
 ) -> None:
     """Rename a run that is not running. An interrupted rename continues."""
-    renamed = rename_run(existing_store(store), name, new_name, lambda run: check_has_no_machines(run, force))
+    renamed = rename_run(existing_store(store), name, new_name, partial(check_has_no_machines, force=force))
     if renamed.store.exists(renamed.key("report.html")):
         write_report(renamed)  # it has the name of the run in many places
     console().say(f"{name} is called ", (renamed.name, "bold"), " now")
@@ -139,41 +142,41 @@ def tag(
         wrong = next((word for word in words or () if not _is_tag(word)), None)
         if wrong is not None:
             raise Mistake(f"{wrong!r}: a tag is one word of at most {_MAX_TAG} characters")
-        kept = [one for one in dict.fromkeys([*notes.tags, *(words or ())]) if one not in (remove or ())]
-        if len(kept) > _MAX_TAGS:
-            raise Mistake(f"{run.name} would have {len(kept)} tags; at most {_MAX_TAGS} are allowed")
+        tags = tuple(word for word in dict.fromkeys([*notes.tags, *(words or ())]) if word not in (remove or ()))
+        if len(tags) > _MAX_TAGS:
+            raise Mistake(f"{run.name} would have {len(tags)} tags; at most {_MAX_TAGS} are allowed")
         if note is not None and len(note) > _MAX_NOTE:
             raise Mistake(f"--note: longer than {_MAX_NOTE:,} characters")
-        notes = replace(notes, tags=tuple(kept), text=notes.text if note is None else " ".join(note.split()))
+        notes = replace(notes, tags=tags, text=notes.text if note is None else " ".join(note.split()))
         run.put_notes(notes)
     line = " ".join(notes.tags) or "no tags"
     console().say(f"{run.name}: {line}" + (f" ({notes.text})" if notes.text else ""))
 
 
 def _is_tag(word: str) -> bool:
-    return 0 < len(word) <= _MAX_TAG and word.isprintable() and not any(one.isspace() for one in word)
+    return 0 < len(word) <= _MAX_TAG and word.isprintable() and not any(character.isspace() for character in word)
 
 
 def du(
     name: Annotated[
         str | None, typer.Argument(metavar="RUN", help="Run name, or a job name for its newest run. Default: all.")
     ] = None,
-    store: StoreOption = None,
+    location: StoreOption = None,
     as_json: JsonOption = False,
 ) -> None:
     """Show how much space runs and packs take in a store."""
-    found = existing_store(store)
+    store = existing_store(location)
     if name is None:
-        _show_store_usage(found, as_json)
+        _show_store_usage(store, as_json)
         return
-    run = run_in(found, name)
-    usage = usage_of(run.name, found.list(run.folder))
-    pack = run.pack_name() if found.exists(run.key("pack.txt")) else None
-    packed = 0 if pack is None else sum(entry.size for entry in found.list(f"packs/{pack}"))
+    run = run_in(store, name)
+    usage = usage_of(run.name, store.list(run.folder))
+    pack = run.pack_name() if store.exists(run.key("pack.txt")) else None
+    packed = 0 if pack is None else sum(entry.size for entry in store.list(f"packs/{pack}"))
     if as_json:
         print_json({**asdict(usage), "bytes": usage.bytes, "pack": pack and {"name": pack, "bytes": packed}})
         return
-    rows = [*((part, size) for part, size in usage.parts.items() if size), (f"total of {run.name}", usage.bytes)]
+    rows = [*((folder, size) for folder, size in usage.parts.items() if size), (f"total of {run.name}", usage.bytes)]
     _print_sizes([*rows, (f"pack {pack}, which other runs may share", packed)] if pack else rows)
 
 
@@ -183,30 +186,30 @@ def _show_store_usage(store: Store, as_json: bool) -> None:
         runs = [{**asdict(run), "bytes": run.bytes} for run in usage.runs]
         print_json({**asdict(usage), "runs": runs, "bytes": usage.bytes})
         return
-    parts = ("checkpoints", "logs", "metrics")
+    folders = ("checkpoints", "logs", "metrics")
     table = Table(box=None, pad_edge=False, header_style="dim")
-    for column in ("run", "total", *parts, OTHER):
+    for column in ("run", "total", *folders, OTHER):
         if column == "run":
             table.add_column(column, overflow="fold")  # a name is there to be copied
         else:
             table.add_column(column, justify="right", no_wrap=True)
     for run in sorted(usage.runs, key=lambda run: -run.bytes):
-        rest = run.bytes - sum(run.parts[part] for part in parts)
-        sizes = [run.bytes, *(run.parts[part] for part in parts), rest]
+        shown = [run.parts[folder] for folder in folders]
+        sizes = [run.bytes, *shown, run.bytes - sum(shown)]
         table.add_row(Text(run.run, "bold"), *(show_bytes(size) if size else "" for size in sizes))
     if usage.runs:
         console().print(table)
-    rows = [(f"pack {harmless(name)}", size) for name, size in sorted(usage.packs.items(), key=lambda one: -one[1])]
+    rows = [(f"pack {harmless(name)}", size) for name, size in sorted(usage.packs.items(), key=lambda pack: -pack[1])]
     rows += [("files that jobs name", usage.files)] if usage.files else []
     _print_sizes([*rows, ("sweeps and other records", usage.other), (f"total in {store.url}", usage.bytes)])
 
 
 def _print_sizes(rows: Sequence[tuple[str, int]]) -> None:
-    console().say_lines(f"{show_bytes(size):>9}  {what}" for what, size in rows)
+    console().say_lines(f"{show_bytes(size):>9}  {label}" for label, size in rows)
 
 
 def gc(
-    store: StoreOption = None,
+    location: StoreOption = None,
     older: Annotated[
         str, typer.Option("--older", metavar="TIME", help="Only what has been unused for at least TIME.")
     ] = _OLDER,
@@ -218,37 +221,38 @@ def gc(
     These are packs and files that no run uses, what interrupted commands left behind, and downloads that this machine
     can repeat.
     """
-    try:
-        seconds = parse_seconds(older)
-    except ValueError as error:
-        raise Mistake(f"--older: {error}") from None
+    seconds = parsed("--older", parse_seconds, older)
     garbage.check_age(seconds)
-    place, screen = existing_store(store), console()
-    there, here = garbage.unused_in_store(place, seconds), garbage.unused_here(seconds)
+    store, screen = existing_store(location), console()
+    in_store, in_cache = garbage.unused_in_store(store, seconds), garbage.unused_here(seconds)
     if delete:
-        there = garbage.delete_from_store(place, there, (lambda _: None) if as_json else screen.say)
-        here = garbage.delete_here(here, seconds)
+        in_store = garbage.delete_from_store(store, in_store, (lambda _: None) if as_json else screen.say)
+        in_cache = garbage.delete_here(in_cache, seconds)
     if as_json:
-        unused = [{key: value for key, value in asdict(one).items() if key in _SHOWN} for one in (*there, *here)]
-        print_json({"deleted" if delete else "unused": unused, "bytes": sum(one.bytes for one in (*there, *here))})
+        unused = [
+            {key: value for key, value in asdict(entry).items() if key in _SHOWN} for entry in (*in_store, *in_cache)
+        ]
+        print_json(
+            {"deleted" if delete else "unused": unused, "bytes": sum(entry.bytes for entry in (*in_store, *in_cache))}
+        )
         return
     words = "Deleted" if delete else f"Unused for {older.strip()}"
-    _print_unused(words, place.url, there)
-    _print_unused(words, "the cache of this machine", here)
-    if not delete and (there or here):
-        again = to_type("gc", *store_option(place), *(["--older", older] if older != _OLDER else []), "--delete")
+    _print_unused(words, store.url, in_store)
+    _print_unused(words, "the cache of this machine", in_cache)
+    if not delete and (in_store or in_cache):
+        again = to_type("gc", *store_option(store), *(["--older", older] if older != _OLDER else []), "--delete")
         screen.say(f"Nothing was deleted. To delete it: {again}")
 
 
-def _print_unused(words: str, where: str, found: Sequence[Unused]) -> None:
+def _print_unused(words: str, where: str, entries: Sequence[Unused]) -> None:
     screen = console()
-    size = show_bytes(sum(one.bytes for one in found)) if found else "nothing"
+    size = show_bytes(sum(entry.bytes for entry in entries)) if entries else "nothing"
     screen.say((f"{words}: {size}", "bold"), f" in {where}")
-    for one in sorted(found, key=lambda one: -one.bytes)[:_MAX_LISTED]:
-        name = one.name if one.path or "/" in one.name else one.name[:_DIGEST]
-        screen.say(f"{show_bytes(one.bytes):>9}  {one.kind} {name}, {show_seconds(one.age_seconds)} old")
-    if len(found) > _MAX_LISTED:
-        screen.say(f"{'':>9}  and {len(found) - _MAX_LISTED:,} more; --json lists all")
+    for entry in sorted(entries, key=lambda entry: -entry.bytes)[:_MAX_LISTED]:
+        name = entry.name if entry.path or "/" in entry.name else entry.name[:_DIGEST]
+        screen.say(f"{show_bytes(entry.bytes):>9}  {entry.kind} {name}, {show_seconds(entry.age_seconds)} old")
+    if len(entries) > _MAX_LISTED:
+        screen.say(f"{'':>9}  and {len(entries) - _MAX_LISTED:,} more; --json lists all")
 
 
 def cp(
@@ -258,27 +262,29 @@ def cp(
     destination: Annotated[
         str, typer.Argument(metavar="STORE", help="A directory, or s3://, gs:// or az://bucket/prefix.")
     ],
-    store: StoreOption = None,
+    location: StoreOption = None,
 ) -> None:
     """Copy a run with its pack, or a pack, to another store. An interrupted copy continues."""
-    screen, here = console(), find_store(store)
-    found = _find(here, source)
-    there = open_store(destination, create=True)
-    bars = CopyBars(screen)
-    name = found if isinstance(found, str) else found.name
+    screen, store = console(), find_store(location)
+    run_or_pack = _run_or_pack(store, source)
+    target, bars = open_store(destination, create=True), CopyBars(screen)
+    name = run_or_pack if isinstance(run_or_pack, str) else run_or_pack.name
     try:
-        done = copy_pack(here, found, there, bars) if isinstance(found, str) else copy_run(found, there, bars)
+        if isinstance(run_or_pack, str):
+            copied = copy_pack(store, run_or_pack, target, bars)
+        else:
+            copied = copy_run(run_or_pack, target, bars)
     except KeyboardInterrupt:
         print(f"The copy of {name} is not complete; the same command continues it.", file=sys.stderr)
         raise
-    if done.objects == 0:
-        screen.say((name, "bold"), f" is complete in {there.url}: nothing was left to copy")
+    if copied.objects == 0:
+        screen.say((name, "bold"), f" is complete in {target.url}: nothing was left to copy")
     else:
-        already = f"; {counted(done.present, 'object')} were there" if done.present else ""
-        copied = f"{counted(done.objects, 'object')}, {show_bytes(done.bytes)}{already}"
-        screen.say("Copied ", (name, "bold"), f" to {there.url}: {copied}")
-    if not isinstance(found, str):
-        screen.say_lines(hints(Run(there, name), "status", "resume"))
+        already = f"; {counted(copied.present, 'object')} were there" if copied.present else ""
+        amount = f"{counted(copied.objects, 'object')}, {show_bytes(copied.bytes)}{already}"
+        screen.say("Copied ", (name, "bold"), f" to {target.url}: {amount}")
+    if not isinstance(run_or_pack, str):
+        screen.say_lines(hints(Run(target, name), "status", "resume"))
 
 
 def get(
@@ -298,21 +304,21 @@ def get(
     files = kept_files(run)
     if not paths:
         width = max(map(len, files), default=0)
-        screen.say_lines(f"{one:<{width}}  {show_bytes(file.size)}" for one, file in files.items())
+        screen.say_lines(f"{path:<{width}}  {show_bytes(file.size)}" for path, file in files.items())
         if not files:
             screen.say(f"{run.name} has neither outputs nor checkpoints yet")
         return
-    wanted, target = chosen(run, files, paths), directory or Path(run.name)
+    chosen_files, target = chosen(run, files, paths), directory or Path(run.name)
     try:
-        for one, file in wanted.items():
-            fetch_file(run, one, file, target)
+        for path, file in chosen_files.items():
+            fetch_file(run, path, file, target)
     except OSError as error:
         raise Mistake(f"{target}: cannot write there: {error.strerror}; choose another directory with -o") from error
-    size = show_bytes(sum(file.size for file in wanted.values()))
-    screen.say("Wrote ", (f"{target}/", "bold"), f" ({counted(len(wanted), 'file')}, {size})")
+    size = show_bytes(sum(file.size for file in chosen_files.values()))
+    screen.say("Wrote ", (f"{target}/", "bold"), f" ({counted(len(chosen_files), 'file')}, {size})")
 
 
-def _find(store: Store, name: str) -> Run | str:
+def _run_or_pack(store: Store, name: str) -> Run | str:
     """Return the run of that name, or else the name of the pack."""
     pack = name.removeprefix("packs/")
     if is_key(pack) and "/" not in pack and store.exists(pack_key(pack, "manifest.json")):

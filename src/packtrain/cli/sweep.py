@@ -27,16 +27,16 @@ from packtrain.cli.common import (
     write_output,
 )
 from packtrain.cli.output import print_json, unread_output
-from packtrain.cli.screen import ProgressBars, Screen, console
+from packtrain.cli.screen import Part, ProgressBars, Screen, console
 from packtrain.errors import EXIT_FAILED, EXIT_INTERRUPTED, Mistake, harmless
 from packtrain.job.part import is_name
 from packtrain.report.sweep import SweepTable, rungs_in_words, sweep_page, sweep_table, write_sweep_report
 from packtrain.report.sweep import as_json as plain
-from packtrain.run.sweeps import Sweep, sweep_names
+from packtrain.run.sweeps import Sweep, SweepPlan, sweep_names
 from packtrain.run.trust import Accept
 from packtrain.store import Store, StoreError, store_option
 from packtrain.sweep.drive import SweepDrive
-from packtrain.sweep.plan import PreparedSweep, SweepRequest, create_sweep, prepare_sweep
+from packtrain.sweep.plan import SweepRequest, create_sweep, prepare_sweep
 from packtrain.system import to_type
 
 _POLL_SECONDS = 1.0
@@ -88,36 +88,32 @@ def sweep(
     if not (target.endswith((".yaml", ".yml")) or Path(target).is_file()):
         if grid or draws or halving or overrides or dry_run:
             raise Mistake(f"{target} is not a job file: --grid and the like need one; a name alone continues a sweep")
-        found = Sweep(find_store(store), target)
+        continued = Sweep(find_store(store), target)
         if show:
-            _report(found, output, as_json)
+            _report(continued, output, as_json)
             return
         with unread_output():
-            code = _drive(found, parallel, trusting(trust_code), output, as_json)
+            code = _drive(continued, parallel, trusting(trust_code), output, as_json)
         sys.exit(code)
     if store is not None:
         raise Mistake("--store: a job file names its store; change it with --set store=...")
-    request = SweepRequest(Path(target), grid or (), overrides or (), draws, seed, halving, parallel, name, allow_drops)
-    prepared = _prepared(request)
+    if name is not None and (not is_name(name) or len(name) > 56):
+        raise Mistake(f"--name {name[:60]}: names have at most 56 of a-z, 0-9 and -, and do not start with -")
+    prepared = prepare_sweep(
+        SweepRequest(Path(target), grid or (), overrides or (), draws, seed, halving, parallel, name, allow_drops)
+    )
     if dry_run:
-        _print_plan(prepared, as_json)
+        _print_plan(prepared.plan, as_json)
         return
     with unread_output():
-        code = _drive(_created(prepared, as_json), parallel, trusting(trust_code), output, as_json)
+        screen = _news(as_json)
+        screen.say(*_heading(prepared.plan))
+        code = _drive(create_sweep(prepared, ProgressBars(screen)), parallel, trusting(trust_code), output, as_json)
     sys.exit(code)
 
 
-def _prepared(request: SweepRequest) -> PreparedSweep:
-    name = request.name
-    if name is not None and (not is_name(name) or len(name) > 56):
-        raise Mistake(f"--name {name[:60]}: names have at most 56 of a-z, 0-9 and -, and do not start with -")
-    return prepare_sweep(request)
-
-
-def _created(prepared: PreparedSweep, as_json: bool) -> Sweep:
-    screen = _news(as_json)
-    screen.say((prepared.plan.name, "bold"), f": {rungs_in_words(prepared.plan)}, {prepared.plan.parallel} at a time")
-    return create_sweep(prepared, ProgressBars(screen))
+def _heading(plan: SweepPlan) -> tuple[Part, ...]:
+    return (plan.name, "bold"), f": {rungs_in_words(plan)}, {plan.parallel} at a time"
 
 
 def _news(as_json: bool) -> Screen:
@@ -178,36 +174,36 @@ def _report(sweep: Sweep, output: Path | None, as_json: bool) -> SweepTable:
     return table
 
 
-def _drawn(table: SweepTable, most: int | None = None) -> Table:
+def _drawn(table: SweepTable, max_rows: int | None = None) -> Table:
     drawn = Table(box=None, pad_edge=False, header_style="dim")
     short = _short_names(table.parameters)
     numbers = ("step", table.score_head)
     for column in ("run", "state", *short, "step", *([table.score_head] if table.measure else [])):
         drawn.add_column(harmless(column), justify="right" if column in numbers else "left", overflow="fold")
-    for row in table.rows[:most]:
+    for row in table.rows[:max_rows]:
         values = [row.values.get(name, "-") for name in table.parameters]
         score = [table.score_of(row)] if table.measure else []
         drawn.add_row(*map(harmless, (row.run, row.standing, *values, f"{row.step:,}", *score)))
-    if most is not None and len(table.rows) > most:
-        drawn.add_row(f"and {len(table.rows) - most} more")
+    if max_rows is not None and len(table.rows) > max_rows:
+        drawn.add_row(f"and {len(table.rows) - max_rows} more")
     return drawn
 
 
 def _short_names(names: tuple[str, ...]) -> list[str]:
     """Return the last part of each field's name, with as many more as make them different and a word."""
-    parts = [name.split(".") for name in names]
-    length = 2 if any(part[-1].isdecimal() for part in parts) else 1  # `program.2`, not `2`
-    while len({".".join(part[-length:]) for part in parts}) < len(parts) and length < max(map(len, parts)):
+    paths = [name.split(".") for name in names]
+    length = 2 if any(path[-1].isdecimal() for path in paths) else 1  # `program.2`, not `2`
+    while len({".".join(path[-length:]) for path in paths}) < len(paths) and length < max(map(len, paths)):
         length += 1
-    return [".".join(part[-length:]) for part in parts]
+    return [".".join(path[-length:]) for path in paths]
 
 
-def _print_plan(prepared: PreparedSweep, as_json: bool) -> None:
-    plan, screen = prepared.plan, console()
+def _print_plan(plan: SweepPlan, as_json: bool) -> None:
     if as_json:
         print_json(asdict(plan))
         return
-    screen.say((plan.name, "bold"), f": {rungs_in_words(plan)}, {plan.parallel} at a time")
+    screen = console()
+    screen.say(*_heading(plan))
     for trial in plan.trials:
         screen.say(f"  {trial.run}  {'  '.join(f'{field}={value}' for field, value in trial.values.items())}")
 
@@ -215,20 +211,18 @@ def _print_plan(prepared: PreparedSweep, as_json: bool) -> None:
 def _list(store: Store, as_json: bool) -> None:
     tables = [sweep_table(store, name) for name in sweep_names(store)]
     if as_json:
-        print_json([_row(table) for table in tables])
+        rows = [
+            {
+                "name": table.name, "job": table.job, "runs": len(table.rows), "finished": table.finished,
+                "best": table.best and table.best.run,
+            }
+            for table in tables
+        ]  # fmt: skip
+        print_json(rows)
         return
-    screen: Screen = console()
+    screen = console()
     if not tables:
         screen.say(f"No sweeps in {store.url}. Start one: ", ("packtrain sweep JOB --grid FIELD=VALUE,VALUE", "bold"))
     for table in tables:
-        best = table.best
-        score = "" if best is None else f"  best: {best.run}"
-        screen.say((table.name, "bold"), f"  {table.finished} of {len(table.rows)} runs done{score}")
-
-
-def _row(table: SweepTable) -> dict[str, object]:
-    best = table.best
-    return {
-        "name": table.name, "job": table.job, "runs": len(table.rows), "finished": table.finished,
-        "best": None if best is None else best.run,
-    }  # fmt: skip
+        best = "" if table.best is None else f"  best: {table.best.run}"
+        screen.say((table.name, "bold"), f"  {table.finished} of {len(table.rows)} runs done{best}")
