@@ -24,7 +24,7 @@ from packtrain.cli.common import (
 )
 from packtrain.cli.follow import follow
 from packtrain.cli.output import unread_output
-from packtrain.cli.screen import ProgressBars, Screen, console
+from packtrain.cli.screen import ProgressBars, Screen, console, say_detail
 from packtrain.cli.template import TEMPLATES, InitRequest, write_job
 from packtrain.data.pack import Pack
 from packtrain.errors import Mistake
@@ -123,7 +123,24 @@ def pack(
         return
     screen.say("Packed ", (manifest.name, "bold"))
     if stats:
-        show_stats(screen, store, manifest)
+        _show_stats(screen, store, manifest)
+
+
+def _show_stats(screen: Screen, store: Store, manifest: Manifest) -> None:
+    """Print the statistics of a pack, and store a page of samples beside it."""
+    pack = Pack(store, manifest.name, cache_directory() / "packs")
+
+    def columns(split: str) -> Iterator[Columns]:
+        reader = pack.split(split)
+        return (reader.shard(number) for number in range(reader.num_shards))
+
+    vocabularies = [pack.vocabulary] if manifest.vocabulary else []
+    vocabularies += [pack.target_vocabulary] if manifest.target_vocabulary else []
+    stats = stats_of(manifest, columns, [len(vocabulary) for vocabulary in vocabularies])
+    print_stats(screen, stats)
+    key = pack_key(manifest.name, "samples.html")
+    store.put(key, sample_page(stats, columns, vocabularies).encode())
+    screen.say(f"samples: {store.url}/{key}")
 
 
 def run(
@@ -176,16 +193,11 @@ def run(
     with unread_output():
         new = check(loaded, ProgressBars(console()), name)
         created = create(new, lambda label, line: console().say((label, "dim"), f"  {line}"))
-        _print_expected(created)
+        forecast = created.forecast()  # from what is known without measuring: nothing waits for it
+        for line in lines_of(forecast, created.job) if forecast is not None else ():
+            console().say_row("plan", "dim", line)
         started = _start(created, foreground, detach)
     _follow(created, started, foreground, detach, quiet)
-
-
-def _print_expected(created: Run) -> None:
-    """Print what is expected of a run, from what is known without measuring; nothing waits for it."""
-    found = created.forecast()
-    for line in lines_of(found, created.job) if found is not None else ():
-        console().say_row("plan", "dim", line)
 
 
 def resume(
@@ -199,57 +211,57 @@ def resume(
 ) -> None:
     """Resume a run from its last checkpoint. With --set: on another fleet, or for longer."""
     _check_modes(foreground, detach)
-    found = find_run(store, name)
+    run = find_run(store, name)
     # Watches the leases for a few seconds if need be: starting nodes beside running ones must not happen by mistake.
-    state = state_of(found)
-    if state == "finished" and not overrides and found.is_complete():
-        _say_complete(found)
+    state = state_of(run)
+    if state == "finished" and not overrides and run.is_complete():
+        _say_complete(run)
         return
     if state == "running" and overrides:
-        raise Mistake(f"{found.name} is running; stop it first (`{found.command('stop')}`), then resume it")
+        raise Mistake(f"{run.name} is running; stop it first (`{run.command('stop')}`), then resume it")
     if state == "running":
         # A second set of nodes would compete with the first, and --foreground cannot tie nodes that already run.
         if detach:
-            console().say_lines([f"{found.name} is already running", *hints(found, "follow", "status", "stop")])
+            console().say_lines([f"{run.name} is already running", *hints(run, "follow", "status", "stop")])
             return
-        console().say(f"{found.name} is already running; following it")
-        sys.exit(follow(found, [], foreground=False, quiet=quiet))
-    job = changed_job(found.job_data, overrides)[0] if overrides else found.job
+        console().say(f"{run.name} is already running; following it")
+        sys.exit(follow(run, [], foreground=False, quiet=quiet))
+    job = changed_job(run.job_data, overrides)[0] if overrides else run.job
     _check_modes(foreground, detach, job.fleet.kind)
-    edited = edited_since(found, overrides or ())
+    edited = edited_since(run, overrides or ())
     try:
         with unread_output():
             if edited is not None:
                 console().say(("note", "dim"), f"  {edited}")
-            reopened = reopen(found, trusting(trust_code), _print_line, overrides or ())
+            reopened = reopen(run, trusting(trust_code), say_detail, overrides or ())
             started = _start(reopened, foreground, detach)
     except AlreadyComplete:  # its machines had left, and its result came a moment later
-        _say_complete(found)
+        _say_complete(run)
         return
     _follow(reopened, started, foreground, detach, quiet)
 
 
-def _say_complete(found: Run) -> None:
-    console().say(f"{found.name} is already complete")
-    release(found, console().say)  # nobody may have seen its end
+def _say_complete(run: Run) -> None:
+    console().say(f"{run.name} is already complete")
+    release(run, console().say)  # nobody may have seen its end
 
 
 def _print_dry_run(loaded: LoadedJob) -> None:
-    found, screen = dry_run(loaded), console()
-    width = max(map(len, [*found.code.sizes, *found.code.left_out]), default=0)
-    screen.say(f"code that the run stores ({show_bytes(sum(found.code.sizes.values()))})")
-    screen.say_lines(f"  {name:<{width}}  {show_bytes(size)}" for name, size in found.code.sizes.items())
-    if found.code.left_out:
+    preview, screen = dry_run(loaded), console()
+    width = max(map(len, [*preview.code.sizes, *preview.code.left_out]), default=0)
+    screen.say(f"code that the run stores ({show_bytes(sum(preview.code.sizes.values()))})")
+    screen.say_lines(f"  {name:<{width}}  {show_bytes(size)}" for name, size in preview.code.sizes.items())
+    if preview.code.left_out:
         screen.say("left out")
-        screen.say_lines(f"  {name:<{width}}  {why}" for name, why in found.code.left_out.items())
-    if found.note is not None:
-        screen.say(("note", "dim"), f"  {found.note}")
+        screen.say_lines(f"  {name:<{width}}  {why}" for name, why in preview.code.left_out.items())
+    if preview.note is not None:
+        screen.say(("note", "dim"), f"  {preview.note}")
     if loaded.job.program is not None:
         screen.say("program")
         screen.say(f"  {loaded.job.program.in_words}")
-    for plan in found.plans:
-        passed = f" with the variables {', '.join(plan.variables)}" if plan.variables else ""
-        screen.say(f"start on {plan.machine}{passed}")
+    for plan in preview.plans:
+        variables = f" with the variables {', '.join(plan.variables)}" if plan.variables else ""
+        screen.say(f"start on {plan.machine}{variables}")
         screen.say_lines(plan.in_shell().splitlines())  # as it is, to be copied
 
 
@@ -262,41 +274,18 @@ def _check_modes(foreground: bool, detach: bool, fleet: FleetKind | None = None)
         raise Mistake(fault)
 
 
-def _start(found: Run, foreground: bool, detach: bool) -> tuple[RunNews, list[StartedNode]]:
-    news = RunNews(found)  # before anything is started: nothing new must be taken for history
-    nodes = start(found, foreground, _print_line)
+def _start(run: Run, foreground: bool, detach: bool) -> tuple[RunNews, list[StartedNode]]:
+    news = RunNews(run)  # before anything is started: nothing new must be taken for history
+    nodes = start(run, foreground, say_detail)
     if detach:
-        wait_until_joined(found, nodes)
+        wait_until_joined(run, nodes)
     return news, nodes
 
 
-def _follow(
-    found: Run, started: tuple[RunNews, list[StartedNode]], foreground: bool, detach: bool, quiet: bool
-) -> None:
+def _follow(run: Run, started: tuple[RunNews, list[StartedNode]], foreground: bool, detach: bool, quiet: bool) -> None:
     if detach:
-        console().say("Started ", (found.name, "bold"), f" in {found.store.url}")
-        console().say_lines(hints(found, "follow", "status", "stop"))
+        console().say("Started ", (run.name, "bold"), f" in {run.store.url}")
+        console().say_lines(hints(run, "follow", "status", "stop"))
         return
     news, nodes = started
-    sys.exit(follow(found, nodes, foreground, news, quiet))
-
-
-def _print_line(text: str) -> None:
-    console().say(f"  {text}")
-
-
-def show_stats(screen: Screen, store: Store, manifest: Manifest) -> None:
-    """Print the statistics of a pack, and store a page of samples beside it."""
-    pack = Pack(store, manifest.name, cache_directory() / "packs")
-
-    def columns(split: str) -> Iterator[Columns]:
-        reader = pack.split(split)
-        return (reader.shard(number) for number in range(reader.num_shards))
-
-    vocabularies = [pack.vocabulary] if manifest.vocabulary else []
-    vocabularies += [pack.target_vocabulary] if manifest.target_vocabulary else []
-    stats = stats_of(manifest, columns, [len(vocabulary) for vocabulary in vocabularies])
-    print_stats(screen, stats)
-    key = pack_key(manifest.name, "samples.html")
-    store.put(key, sample_page(stats, columns, vocabularies).encode())
-    screen.say(f"samples: {store.url}/{key}")
+    sys.exit(follow(run, nodes, foreground, news, quiet))

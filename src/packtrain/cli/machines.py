@@ -56,17 +56,17 @@ def doctor(
 ) -> None:
     """Check this machine or the machines of a fleet."""
     if fleet is None:
-        here = describe(store or default_store(), create_store=store is not None)
+        description = describe(store or default_store(), create_store=store is not None)
         if as_json:
-            print_json(asdict(here))
+            print_json(asdict(description))
         else:
-            _print_here(here)
-        sys.exit(EXIT_DONE if here.can_train else EXIT_MISTAKE)
-    kind, place, job = _target(fleet, store)
+            _print_here(description)
+        sys.exit(EXIT_DONE if description.can_train else EXIT_MISTAKE)
+    kind, location, job = _target(fleet, store)
     # Other programs need no torch. Without a job, a recipe is meant.
     needs_torch = job is None or job.program is None
     names, public = ((), False) if job is None else (job.environment, job.fleet.public_address)
-    checks = list(examine(kind, place, names, public, needs_torch))
+    checks = list(examine(kind, location, names, public, needs_torch))
     if as_json:
         print_json([asdict(check) for check in checks])
     else:
@@ -75,13 +75,13 @@ def doctor(
     sys.exit(EXIT_MISTAKE if failed else EXIT_UNFINISHED if any(check.skipped for check in checks) else EXIT_DONE)
 
 
-def _print_here(here: Here) -> None:
+def _print_here(description: Here) -> None:
     screen = console()
-    for one in here.traits:
-        parts = [f"  fix: {one.fix}"] if one.fix else [f"  note: {one.note}"] if one.note else []
-        screen.say_row(f"{one.name:<10}", "dim", (one.detail, "red" if one.fix else ""), *parts)
+    for trait in description.traits:
+        advice = [f"  fix: {trait.fix}"] if trait.fix else [f"  note: {trait.note}"] if trait.note else []
+        screen.say_row(f"{trait.name:<10}", "dim", (trait.detail, "red" if trait.fix else ""), *advice)
     screen.say()
-    for word, missing in here.missing.items():
+    for word, missing in description.missing.items():
         state = ("needs ", "yellow") if missing else ("ok", "green")
         needs = "  ".join(f"{name}: {advice}" for name, advice in missing.items())
         screen.say_row(f"{word:<10}", "bold", state, needs)
@@ -91,18 +91,18 @@ def _print_here(here: Here) -> None:
 
 def _target(fleet: str, store: str | None) -> tuple[FleetKind, str, Job | None]:
     """Return the fleet's settings, the store, and the job if there is one."""
-    place = store or default_store()
+    location = store or default_store()
     word, _, hosts = fleet.partition(":")
     if word in FLEETS:
         try:
             kind = kind_class(FLEETS, word).model_validate({"hosts": hosts.split(",")} if hosts else {})
-            return kind, place, None
+            return kind, location, None
         except ValidationError as error:
-            location, text, missing = faults(error)[0]
+            field_path, text, missing = faults(error)[0]
             if not hosts:  # such as a cloud, whose settings are in a job
                 advice = "give a job file that sets it, local, or ssh:host,host"
-                raise Mistake(f"--fleet {fleet}: needs {location[-1]}; {advice}") from None
-            raise Mistake(f"--fleet {fleet}: {f'{location[-1]} ' if missing else ''}{text}") from None
+                raise Mistake(f"--fleet {fleet}: needs {field_path[-1]}; {advice}") from None
+            raise Mistake(f"--fleet {fleet}: {f'{field_path[-1]} ' if missing else ''}{text}") from None
     if not Path(fleet).exists():
         raise Mistake(f"--fleet {fleet}: no such job file; give a job, local, or ssh:host,host")
     job = load(fleet).job
@@ -112,7 +112,7 @@ def _target(fleet: str, store: str | None) -> tuple[FleetKind, str, Job | None]:
 def _print(checks: Sequence[Check]) -> None:
     """Print a line for each check, and below one that fails what to do about it."""
     screen = console()
-    machines, steps = (max(len(getattr(one, name)) for one in checks) for name in ("machine", "step"))
+    machines, steps = (max(len(getattr(check, name)) for check in checks) for name in ("machine", "step"))
     for check in checks:
         mark, style = ("ok", "green") if check.ok else ("skipped", "yellow") if check.skipped else ("failed", "red")
         label = f"{check.machine:<{machines}}  {check.step:<{steps}}  {mark:<7}"
@@ -143,7 +143,6 @@ def attach(
 
 def _place(run: Run, name: str | None, is_here: bool) -> str:
     """Return the machine that a shell opens on and, if it is this one, go to the directory of the run's node."""
-
     latest = run.latest_generation()
     leases = {lease.node: lease for lease in run.leases()}
     first = latest.members[0].node if latest is not None else next(iter(leases), None)
@@ -178,13 +177,13 @@ def snapshot(
     fleet = _fleet_of(run, "Contact them and take a snapshot?", yes)
     if not isinstance(fleet, HasVolumes):
         raise Mistake(f"{run.name}: its fleet has no volumes to take a snapshot of")
-    taken = fleet.snapshot(run, machine, pack)
+    disk_snapshot = fleet.snapshot(run, machine, pack)
     if as_json:
-        print_json({"run": run.name, "snapshot": taken.name, "new": taken.is_new})
+        print_json({"run": run.name, "snapshot": disk_snapshot.name, "new": disk_snapshot.is_new})
         return
-    words = ("Making", "") if taken.is_new else ("There is already", f" of {pack}")
-    console().say(f"{words[0]} ", (taken.name, "bold"), words[1])
-    console().say(f"  use it: --set {taken.field}={taken.name}")
+    words = ("Making", "") if disk_snapshot.is_new else ("There is already", f" of {pack}")
+    console().say(f"{words[0]} ", (disk_snapshot.name, "bold"), words[1])
+    console().say(f"  use it: --set {disk_snapshot.field}={disk_snapshot.name}")
 
 
 def down(
@@ -254,45 +253,48 @@ def _confirm_contact(run: Run, kinds: Sequence[FleetKind], question: str, yes: b
 def _down_all(fleets: Sequence[str], expired: bool, dry_run: bool, yes: bool, as_json: bool) -> None:
     screen, inventory = console(), take_inventory(fleets)
     if not inventory.answered:
-        raise Mistake("no provider could be asked: " + "; ".join(": ".join(one) for one in inventory.unanswered))
+        raise Mistake(
+            "no provider could be asked: " + "; ".join(": ".join(failure) for failure in inventory.unanswered)
+        )
     inventory = inventory.expired() if expired else inventory
-    found = inventory.resources
+    resources = inventory.resources
     if not as_json:
-        if found:
-            _print_resources(found)
+        if resources:
+            _print_resources(resources)
         screen.say_lines(f"no answer: {where}: {why}" for where, why in inventory.unanswered)
-    if found and not dry_run:
-        runs = counted(len({resource.label for resource in found}), "run")
-        what = f"{counted(len(found), 'resource')} of {runs}"
-        confirm([], f"Delete {what}?", f"{what} would be deleted", yes, _NOTHING)
-        found = remove_found(inventory, silent if as_json else screen.say)
+    if resources and not dry_run:
+        runs = counted(len({resource.label for resource in resources}), "run")
+        amount = f"{counted(len(resources), 'resource')} of {runs}"
+        confirm([], f"Delete {amount}?", f"{amount} would be deleted", yes, _NOTHING)
+        resources = remove_found(inventory, silent if as_json else screen.say)
     if as_json:
         left_out = [{"fleet": where, "reason": why} for where, why in inventory.unanswered]
-        listed = {"found" if dry_run else "deleted": [asdict(one) for one in found]}
+        listed = {"found" if dry_run else "deleted": [asdict(resource) for resource in resources]}
         print_json({**listed, "answered": inventory.answered, "unanswered": left_out})
-    elif not found:
+    elif not resources:
         many = len(inventory.answered) > _SHOWN_PLACES
         places = counted(len(inventory.answered), "place") if many else ", ".join(inventory.answered)
         screen.say(f"No run has anything in {places}.")
     elif not dry_run:
-        screen.say(f"Deleted {counted(len(found), 'resource')}; nothing is left.")
+        screen.say(f"Deleted {counted(len(resources), 'resource')}; nothing is left.")
     sys.exit(EXIT_FAILED if inventory.failed else EXIT_DONE)
 
 
 def _print_resources(resources: Sequence[Resource]) -> None:
     """Print the resources of each run under a line that says whose it is: a table of all would be too wide."""
-
     screen = console()
     for label in dict.fromkeys(resource.label for resource in resources):
-        own = [resource for resource in resources if resource.label == label]
-        told = next((resource for resource in own if resource.run), own[0])  # IAM lists roles without their tags
+        of_run = [resource for resource in resources if resource.label == label]
+        tagged = next(
+            (resource for resource in of_run if resource.run), of_run[0]
+        )  # IAM lists roles without their tags
         # Tags are anybody's, so names may be odd.
-        words = [harmless(word) for word in (told.store, told.owner) if word]
-        words += [f"expires {harmless(told.expires)}"] if told.expires else []
-        screen.say((harmless(told.run or label), "bold"), "".join(f"  {word}" for word in words))
+        words = [harmless(word) for word in (tagged.store, tagged.owner) if word]
+        words += [f"expires {harmless(tagged.expires)}"] if tagged.expires else []
+        screen.say((harmless(tagged.run or label), "bold"), "".join(f"  {word}" for word in words))
         table = Table(box=None, pad_edge=False, show_header=False, padding=(0, 2, 0, 0))
         for _ in range(4):
             table.add_column(overflow="fold")  # a name is there to be copied
-        for resource in own:
+        for resource in of_run:
             table.add_row(*map(harmless, ("", resource.place, resource.kind, resource.name)))
         screen.print(table)

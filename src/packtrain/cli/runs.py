@@ -7,6 +7,7 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict
+from functools import partial
 from heapq import merge
 from typing import Annotated
 
@@ -25,6 +26,7 @@ from packtrain.cli.common import (
     existing_store,
     find_run,
     hints,
+    parsed,
 )
 from packtrain.cli.follow import StepLines, print_summary
 from packtrain.cli.follow import follow as follow_run
@@ -60,7 +62,7 @@ _READERS = 16  # threads: a store is slow to answer one request, but answers man
 
 
 def ls(
-    store: StoreOption = None,
+    location: StoreOption = None,
     states: Annotated[
         list[str] | None, typer.Option("--state", metavar="STATE", help="Only runs in this state; repeatable.")
     ] = None,
@@ -75,21 +77,23 @@ def ls(
     as_json: JsonOption = False,
 ) -> None:
     """List the runs in a store, newest first."""
-    wanted = _filter(states or (), job, tags or (), since)
-    found = existing_store(store)
-    runs = [Run(found, name) for name in reversed(run_names(found))]
-    known = states_now(runs)
+    matches = _filter(states or (), job, tags or (), since)
+    store = existing_store(location)
+    runs = [Run(store, name) for name in reversed(run_names(store))]
+    current_states = states_now(runs)
     with ThreadPoolExecutor(_READERS) as readers:
-        answers = list(readers.map(lambda run, state: attempt(lambda: _listed(run, state, wanted)), runs, known))
+        answers = list(
+            readers.map(lambda run, state: attempt(lambda: _listed(run, state, matches)), runs, current_states)
+        )
     rows = [(run, answer) for run, answer in zip(runs, answers, strict=True) if answer is not None]
     if as_json:
         print_json([_as_json(run, answer) for run, answer in rows])
     elif rows:
         _print_list(rows)
     elif runs:
-        console().say(f"None of {counted(len(runs), 'run')} in {found.url} matches.")
+        console().say(f"None of {counted(len(runs), 'run')} in {store.url} matches.")
     else:
-        console().say(f"No runs in {found.url}. Start one: ", ("packtrain run JOB", "bold"))
+        console().say(f"No runs in {store.url}. Start one: ", ("packtrain run JOB", "bold"))
     sys.exit(EXIT_FAILED if any(isinstance(answer, PacktrainError) for answer in answers) else EXIT_DONE)
 
 
@@ -98,10 +102,7 @@ def _filter(states: Sequence[str], job: str | None, tags: Sequence[str], since: 
     unknown = next((state for state in states if state not in STATE_STYLES), None)
     if unknown is not None:
         raise Mistake(f"--state {unknown}: no such state; {nearest(unknown, STATE_STYLES)}")
-    try:
-        start = None if since is None else parse_moment(since, time.time())
-    except ValueError as error:
-        raise Mistake(f"--since: {error}") from None
+    start = None if since is None else parsed("--since", partial(parse_moment, now=time.time()), since)
 
     def matches(state: State, about: About | None) -> bool:
         if about is None:
@@ -123,14 +124,14 @@ def _print_list(rows: Sequence[tuple[Run, Listed | PacktrainError]]) -> None:
     """Print one line for each run. A terminal that is too narrow for all columns gets those that matter most."""
     screen, differing = console(), _differing_overrides([answer[1] for _, answer in rows if isinstance(answer, tuple)])
     cells = [dict.fromkeys(_COLUMNS, "") | _cells(run, answer, differing) for run, answer in rows]
-    widths = {name: max(cell_len(one[name]) for one in cells) for name in _COLUMNS}
+    widths = {name: max(cell_len(texts[name]) for texts in cells) for name in _COLUMNS}
     widths = {name: max(width, len(name)) for name, width in widths.items() if width}
     shown = fitting(widths, screen.width)
-    for one in ({name: name for name in shown}, *cells):
-        styles = {"run": "bold", "state": STATE_STYLES.get(one["state"], "red"), "started": "dim"}
+    for texts in ({name: name for name in shown}, *cells):
+        styles = {"run": "bold", "state": STATE_STYLES.get(texts["state"], "red"), "started": "dim"}
         line = Text()
         for name in shown:
-            cell = Text(one[name], "dim" if one[name] == name else styles.get(name, ""))
+            cell = Text(texts[name], "dim" if texts[name] == name else styles.get(name, ""))
             cell.align("right" if name in ("step", "loss", "time", "cost") else "left", widths[name])
             line.append_text(cell).append("  ")
         line.rstrip()
@@ -160,22 +161,22 @@ def _differing_overrides(listed: Sequence[About]) -> dict[str, str]:
 def _cells(run: Run, answer: Listed | PacktrainError, differing: Mapping[str, str]) -> dict[str, str]:
     if isinstance(answer, PacktrainError):
         return {"run": run.name, "state": "?", "job": str(answer)}
-    one, about, queue = answer
+    status, about, queue = answer
     fields = [override.partition("=") for override in about.overrides]
     changed = ", ".join(f"{differing[field]}={value}" for field, _, value in fields if field in differing)
     return {
-        "run": one.run,
-        "state": one.state,
+        "run": status.run,
+        "state": status.state,
         "started": show_time(about.created),
         "queue": harmless(queue or ""),
-        "step": one.step_text,
-        "loss": "" if one.loss is None else f"{one.loss:.3f}",
-        "score": harmless(one.headline),
-        "time": show_seconds(one.seconds) if one.seconds else "",
-        "cost": _cost(one),
+        "step": status.step_text,
+        "loss": "" if status.loss is None else f"{status.loss:.3f}",
+        "score": harmless(status.headline),
+        "time": show_seconds(status.seconds) if status.seconds else "",
+        "cost": _cost(status),
         "tags": harmless(" ".join(about.tags)),
         "set": harmless(changed if len(changed) <= _MAX_SET else f"{changed[: _MAX_SET - 3]}..."),
-        "job": harmless(one.description),  # on one line, also if an argument of a program has several
+        "job": harmless(status.description),  # on one line, also if an argument of a program has several
     }
 
 
@@ -186,31 +187,31 @@ def fitting(widths: Mapping[str, int], width: int) -> list[str]:
     """
     shown = list(widths)
     for name in ("", *_LEFT_OUT):
-        shown = [one for one in shown if one != name]
-        least = {**widths, "job": min(widths.get("job", 0), _LEAST_JOB)}
-        if sum(least[one] for one in shown) + 2 * (len(shown) - 1) <= width:
+        shown = [column for column in shown if column != name]
+        needed = {**widths, "job": min(widths.get("job", 0), _LEAST_JOB)}
+        if sum(needed[column] for column in shown) + 2 * (len(shown) - 1) <= width:
             break
     return shown
 
 
-def _cost(one: Status) -> str:
+def _cost(status: Status) -> str:
     """Return the dollars so far and expected: `$3.42 of $12.40`."""
-    if one.cost is None:
+    if status.cost is None:
         return ""
-    expected = "" if one.cost.expected is None else f" of {show_dollars(one.cost.expected)}"
-    return show_dollars(one.cost.so_far) + expected
+    expected = "" if status.cost.expected is None else f" of {show_dollars(status.cost.expected)}"
+    return show_dollars(status.cost.so_far) + expected
 
 
-def _listed(run: Run, state: State | PacktrainError, wanted: Filter) -> Listed | None:
+def _listed(run: Run, state: State | PacktrainError, matches: Filter) -> Listed | None:
     """Return what the list shows of a run; None if it is not wanted. Raise the error that keeps it from being read."""
     if isinstance(state, PacktrainError):
         raise state
     # The state alone first: it costs no request.
-    if not wanted(state, None) or not wanted(state, found := about(run)):
+    if not matches(state, None) or not matches(state, run_about := about(run)):
         return None
     fleet = None if state in ("finished", "failed", "stopped") else fleet_to_ask(run)
     queue = fleet.queue(run) if fleet is not None and isinstance(fleet, HasQueue) else None
-    return read_end(run, state), found, queue
+    return read_end(run, state), run_about, queue
 
 
 def show(
@@ -251,7 +252,7 @@ def logs(
     counts = (sum(member.workers for member in generation.members) for generation in run.generations())
     _check_rank(run, rank, max(counts, default=0))
     ranks = _print_logs(run, keep, rank)
-    _check_rank(run, rank, max((one + 1 for one in ranks if one is not None), default=0))
+    _check_rank(run, rank, max((writer + 1 for writer in ranks if writer is not None), default=0))
     if not ranks or (rank is not None and rank not in ranks):
         who = "the workers" if rank is None else f"rank {rank}"
         advice = " yet; use -f to wait for it" if run.result() is None else ""
@@ -261,8 +262,8 @@ def logs(
 def _check_rank(run: Run, rank: int | None, count: int) -> None:
     """Refuse a rank that is not below the number of ranks; zero if that is not known."""
     if rank is not None and count and rank >= count:
-        known = "only rank 0" if count == 1 else f"ranks 0 to {count - 1}"
-        raise NotFound(f"{run.name} has no rank {rank}; it has {known}")
+        existing = "only rank 0" if count == 1 else f"ranks 0 to {count - 1}"
+        raise NotFound(f"{run.name} has no rank {rank}; it has {existing}")
 
 
 def _print_logs(run: Run, keep: bool, rank: int | None) -> set[int | None]:
@@ -284,7 +285,7 @@ def _print_logs(run: Run, keep: bool, rank: int | None) -> set[int | None]:
             ranks.add(line.rank)
             if rank is None or line.rank == rank:
                 lines.append((line.time, line.labeled))
-        for _, text in merge(lines, steps.lines(points.read()) if keep else (), key=lambda one: one[0]):
+        for _, text in merge(lines, steps.lines(points.read()) if keep else (), key=lambda entry: entry[0]):
             print(text.replace("\n", "\\n"), flush=True)  # a line cannot pretend to be several
         if over:
             return ranks
