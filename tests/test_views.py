@@ -53,9 +53,9 @@ from packtrain.run.sweeps import Rung, Sweep, SweepPlan, Trial, TrialStart
 from packtrain.store import Store, open_store
 from packtrain.store import records as store_records
 from packtrain.store.records import decode, encode
-from packtrain.web.board import Board
 from packtrain.web.endpoints import DashboardEndpoints
 from packtrain.web.news import News
+from packtrain.web.run_list import RunList
 from parts.command import Packtrain
 from parts.runs import MEASURED, a_lease, new_run, program_job, recipe_job
 
@@ -198,12 +198,12 @@ def write(run: Run, history: History) -> None:
 
 def ask(store: Store, runs: Sequence[Run], run: Run) -> None:
     """Ask the dashboard for all that it shows of a run."""
-    board = Board(store)
-    board.look()
-    for row in board.rows():
+    run_list = RunList(store)
+    run_list.look()
+    for row in run_list.rows():
         assert not str(row["problem"]).startswith("a defect"), row
         json.dumps(row, allow_nan=False)
-    app = DashboardEndpoints(store, News(board)).application()
+    app = DashboardEndpoints(store, News(run_list)).application()
 
     async def get(path: str, **query: Any) -> Any:
         async with httpx.AsyncClient(transport=httpx.ASGITransport(app), base_url="http://localhost") as client:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import tracemalloc
 
 import numpy as np
@@ -10,9 +11,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from packtrain.observe.follower import TELEMETRY, RunFollower
+from packtrain.observe.follower import TELEMETRY, EndFollower, RunFollower
 from packtrain.observe.goodput import goodput
-from packtrain.observe.history import read_points
+from packtrain.observe.history import LossCurve, read_points
 from packtrain.run.records import Event, Point, Telemetry, TelemetrySample, TimeSpent
 from packtrain.run.run import Run, worker_writer
 from packtrain.store import Store
@@ -227,3 +228,48 @@ def test_a_long_history_is_read_in_parts(directory_store: Store) -> None:
         follower.read(0.0, ("metrics",))
         seen.append(follower.history.tables["train"].rows)
     assert seen == sorted(seen) and seen[-1] == 5 and len(seen) > 2
+
+
+# The end of a run, for a list of many.
+
+
+def test_the_shape_of_a_loss_is_of_all_of_the_run_and_of_what_is_new(directory_store: Store) -> None:
+    run = new_run(directory_store, recipe_job())
+    for chunk in range(100):  # more than are read
+        points = run.point_writer(f"000001-rank-0-{chunk:03d}")
+        for step in range(20 * chunk + 1, 20 * chunk + 21):
+            points.append(a_step(step, 1000.0 - step))
+        points.flush()
+    end = EndFollower(run, evaluated=False)
+    end.read()
+    assert [point.step for point in end.recent.steps][::49] == [1951, 2000]
+    end.read_curve()
+    curve = [loss for loss in end.losses(40) if loss is not None]
+    assert 20 < len(curve) <= 40
+    assert curve[0] == 999.0
+    assert np.abs(np.diff(curve)).max() < 200, "evenly spaced"
+    write_points(run, *(a_step(step, -5000.0) for step in range(2001, 3001)))
+    end.read()
+    assert end.losses(40)[-1] == -5000.0
+    assert end.recent.steps[-1].step == 3000
+
+
+def test_a_restart_discards_its_part_of_the_shape(directory_store: Store) -> None:
+    run = new_run(directory_store, recipe_job())
+    write_points(run, a_start(1), *(a_step(step, 1.0) for step in range(1, 31)))
+    end = EndFollower(run, evaluated=False)
+    end.read()
+    end.read_curve()
+    write_points(run, a_start(2, 10), *(a_step(step, 2.0, 2) for step in range(11, 16)), generation=2)
+    end.read()
+    assert end.losses(40) == [1.0] * 10 + [2.0] * 5
+
+
+def test_a_curve_stays_small_however_long_it_grows() -> None:
+    curve = LossCurve("train")
+    for step in range(1, 20_001):
+        curve.add(a_step(step, math.inf if step == 7 else float(step)))
+        if step % 1000 == 0:
+            assert len(curve.losses(40)) <= 40
+    assert curve._table.rows <= 400
+    assert (curve.losses(40)[0], curve.losses(40)[-1]) == (1.0, 20_000.0)

@@ -33,9 +33,9 @@ from packtrain.run.records import (
 from packtrain.run.run import Run, create_run
 from packtrain.store import Store, open_store
 from packtrain.store.records import encode
-from packtrain.web.board import Board
 from packtrain.web.endpoints import DashboardEndpoints
 from packtrain.web.news import News
+from packtrain.web.run_list import RunList
 from parts.command import Packtrain
 from parts.runs import a_lease, program_job, recipe_job
 from report.made import evaluations_of, falling, generation_of, spent_of, steps_of, telemetry_of
@@ -216,9 +216,9 @@ PAGES: dict[str, tuple[str, dict[str, Any]]] = {
 
 @pytest.mark.parametrize("page", PAGES)
 def test_what_the_dashboard_answers_is_unchanged(page: str, store: Store) -> None:
-    board = Board(store)
-    board.look()
-    app = DashboardEndpoints(store, News(board)).application()
+    runs = RunList(store)
+    runs.look()
+    app = DashboardEndpoints(store, News(runs)).application()
     path, query = PAGES[page]
 
     async def ask() -> Any:

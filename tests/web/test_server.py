@@ -22,7 +22,7 @@ from packtrain.run.checkpoint import commit
 from packtrain.run.records import Event, JobSource, LogLine, Notes, Point, Result, Sample, Telemetry, TelemetrySample
 from packtrain.run.run import Run
 from packtrain.store import Store, open_store
-from packtrain.web.board import Board
+from packtrain.web.run_list import RunList
 from parts.dashboard import (
     TOKEN,
     RunningDashboard,
@@ -333,13 +333,13 @@ def test_a_store_that_is_away_is_said_so_until_it_is_back(directory_store: Store
 
 def test_nothing_is_read_while_nobody_looks(directory_store: Store, monkeypatch: pytest.MonkeyPatch) -> None:
     looks: list[None] = []
-    real = Board.look
+    real = RunList.look
 
     def look(*arguments: Any) -> Any:
         looks.append(None)
         return real(*arguments)
 
-    monkeypatch.setattr(Board, "look", look)
+    monkeypatch.setattr(RunList, "look", look)
     with dashboard(directory_store) as shown:
         news = shown.server.news
         for _ in range(3):  # wakes its thread, which finds that nobody looks

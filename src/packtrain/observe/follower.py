@@ -20,8 +20,10 @@ import numpy as np
 from packtrain.errors import PacktrainError
 from packtrain.observe.columns import UseOverTime
 from packtrain.observe.goodput import Goodput, goodput
-from packtrain.observe.history import History
-from packtrain.run.chunks import ChunkFollower, lines_of
+from packtrain.observe.history import RECENT_STEPS, History, LossCurve, RecentPoints
+from packtrain.observe.measure import BestBy, Score, best_score
+from packtrain.run.checkpoint import committed, is_scored
+from packtrain.run.chunks import ChunkFollower, chunk_keys, lines_of
 from packtrain.run.points import decode_points, parts_of
 from packtrain.run.records import Event, Generation, LogLine, Point, Sample, Telemetry, TelemetrySample, TimeSpent
 from packtrain.run.run import Run
@@ -31,6 +33,8 @@ TELEMETRY = ("cpu", "memory", "gpu", "gpu_memory", "sent", "received", "disk_rea
 _MAX_EVENTS = 20_000
 _MAX_EVENT_TEXT = 2000  # characters
 _KEY_BYTES = 200
+_MAX_END_CHUNKS = 1000  # that are read to find the last evaluation
+_DIRECTORY_CHUNKS, _BUCKET_CHUNKS = 16, 6  # that the shape of a curve is made from
 _HISTORY_CHUNKS = 50  # of a run that is followed from its middle
 _MAX_SPANS, _MIN_SPANS, _ALL_SPANS = 4096, 64, 1 << 20  # of time, of a machine and of all machines together
 
@@ -194,6 +198,68 @@ class RunFollower:
                 points = decode_points(data, self._source(key))
                 return next((point.samples for point in points if (point.kind, point.step) == (kind, step)), ())
         return ()
+
+
+class EndFollower:
+    """The end of a run and the shape of its loss, for a list of many runs: of most of them, most is never read."""
+
+    def __init__(self, run: Run, evaluated: bool) -> None:
+        """`evaluated`: look for the last evaluation, too."""
+        self.recent = RecentPoints(run.job.step_kind)
+        self.unread: list[str] = chunk_keys(run.store, run.key("metrics"))
+        """The chunks that the curve is yet to be made from."""
+        self._run, self._is_sought = run, evaluated
+        self._curve = LossCurve(run.job.step_kind)
+        self._chunks = ChunkFollower(run.store, run.key("metrics"), self.unread)
+        self._is_begun = False
+        self._best: Score | None = None
+
+    def read(self) -> None:
+        """Read the end at first, from no more chunks than that takes, and then what is new."""
+        if self._is_begun:
+            for key, data in self._chunks.take():
+                source = self._source(key)
+                for part in parts_of(data, source):
+                    self.recent.add(part, source)
+                    self._curve.add(part, source)
+            return
+        self._is_begun = True
+        for key in self.unread[:-_MAX_END_CHUNKS:-1]:
+            source = self._source(key)
+            for part in parts_of(self._run.store.find(key) or b"", source):
+                self.recent.add(part, source)
+                self._is_sought = self._is_sought and part.kind != "valid"
+            if len(self.recent.steps) >= RECENT_STEPS and not self._is_sought:
+                break
+
+    def read_curve(self) -> None:
+        """Read some chunks from all over the run: a few objects of a directory, and fewer of a bucket."""
+        keys, self.unread = self.unread, []
+        most = _DIRECTORY_CHUNKS if self._run.store.is_directory else _BUCKET_CHUNKS
+        if len(keys) > most:
+            keys = [keys[index * len(keys) // most] for index in range(most)]
+        for key in keys:
+            source = self._source(key)
+            for part in parts_of(self._run.store.find(key) or b"", source):
+                self._curve.add(part, source)
+
+    def losses(self, points: int) -> list[float | None]:
+        return self._curve.losses(points)
+
+    def best(self, measure: BestBy) -> Score | None:
+        """Return the best score of the evaluations: at first that of a checkpoint, because they are not all read."""
+        evaluations = [point for point in self.recent.points if point.kind == "valid" and measure.name in point.values]
+        if self._best is None and evaluations:
+            for checkpoint in committed(self._run):
+                if is_scored(checkpoint) and checkpoint.score is not None:
+                    values = {measure.name: -checkpoint.score if measure.lower else checkpoint.score}
+                    evaluation = replace(evaluations[-1], step=checkpoint.step, values=values)
+                    self._best = best_score(measure, [evaluation], self._best)
+        self._best = best_score(measure, evaluations, self._best)
+        return self._best
+
+    def _source(self, key: str) -> str:
+        return f"{key} in {self._run.store.url}"
 
 
 def _units_of(run: Run) -> tuple[str, str]:

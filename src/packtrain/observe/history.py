@@ -13,13 +13,14 @@ import time
 from bisect import insort
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import replace
 from operator import itemgetter
 
 import numpy as np
 from numpy.typing import NDArray
 
 from packtrain.job import Job
-from packtrain.observe.columns import Floats, Numbers, Rows, Table
+from packtrain.observe.columns import Floats, Numbers, Rows, Table, as_json, extremes
 from packtrain.observe.measure import BestBy, Score
 from packtrain.observe.spans import BETWEEN_STEPS
 from packtrain.run.points import PointBlock
@@ -36,6 +37,7 @@ _RECENT_EVALUATIONS = 3  # of each split: a restart may void the last ones
 _RECENT_BYTES = 64 << 20  # of metrics: about 100,000 steps
 _MOST_EPOCHS = 1000  # that are looked at one by one
 _MAX_WAITING = 256  # blocks of rows
+_MAX_CURVE = 400  # points that are kept of a curve of which only the shape is shown
 _NO_LIMIT = np.iinfo(np.int64).max
 _KIND_NUMBERS = {"start": 0, **{kind: number for number, kind in enumerate(KINDS, 1)}}
 _EDITIONS = itertools.count(int(time.time() * 1000))
@@ -227,6 +229,10 @@ class RecentPoints:
     def add(self, part: PointBlock | Point, source: str = "") -> None:
         """Add what a chunk has; `source` names it in an error."""
         names = part.values if isinstance(part, Point) else part.names
+        row_bytes = 8 * (2 + len(names))
+        # The last rows are enough, and thousands of runs may be listed. What is damaged is told when it is looked at.
+        if isinstance(part, PointBlock) and part.rows > RECENT_STEPS and len(part.numbers) == part.rows * row_bytes:
+            part = replace(part, rows=RECENT_STEPS, numbers=part.numbers[-RECENT_STEPS * row_bytes :])
         kind: str = part.kind
         if kind == "log" and all(map(evaluates, names)):
             kind = "logged evaluation"
@@ -267,6 +273,46 @@ def _first_step(part: PointBlock | Point) -> float:
 
 def _rows_of(part: PointBlock | Point) -> int:
     return 1 if isinstance(part, Point) else part.rows
+
+
+class LossCurve:
+    """The shape of a run's loss in a few points: of some chunks from all over the run, and of all that is new."""
+
+    def __init__(self, step_kind: str) -> None:
+        self._step_kind = step_kind
+        self._table, self._starts = Table(), dict[int, int]()
+
+    def add(self, part: PointBlock | Point, source: str = "") -> None:
+        """Add what a chunk has; `source` names it in an error."""
+        if part.kind == "start" and isinstance(part, Point):
+            self._starts[part.generation] = part.step
+        name = loss_name(part.values if isinstance(part, Point) else part.names)
+        if part.kind != self._step_kind or name is None:
+            return
+        if isinstance(part, Point):
+            steps, losses = np.array([float(part.step)]), np.array([part.values[name]])
+        else:
+            numbers = part.matrix(source)
+            steps, losses = numbers[:, 0], numbers[:, part.names.index(name) + 2]
+        self._table.append({"step": steps, "generation": np.full(len(steps), float(part.generation)), "loss": losses})
+
+    def losses(self, points: int) -> list[float | None]:
+        """Return at most about that many losses, evenly spaced: lowest and highest of each part of the run."""
+        table = self._table
+        generations, steps = table.all("generation"), table.all("step")
+        # The chunk with the start of a generation may be one that was not read: its first step tells nearly as much.
+        firsts = {int(number): int(steps[generations == number].min()) - 1 for number in np.unique(generations)}
+        table.select(survivors(generations, steps, firsts | self._starts))
+        if table.rows > _MAX_CURVE:
+            table.select(self._spread(_MAX_CURVE // 2))
+        return as_json(table.all("loss")[self._spread(points)])
+
+    def _spread(self, points: int) -> Rows:
+        steps = self._table.all("step").astype(np.int64)
+        if len(steps) <= points:
+            return np.arange(len(steps))
+        chosen = extremes(steps, self._table.all("loss"), int(steps[0]), int(steps[-1]) + 1, points)
+        return np.searchsorted(steps, chosen)
 
 
 # All points, as columns.

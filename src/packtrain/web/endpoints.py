@@ -9,9 +9,12 @@ from __future__ import annotations
 import json
 import math
 import sys
+import threading
 import time
 import traceback
+from collections import OrderedDict
 from collections.abc import Awaitable, Callable, Sequence
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -26,23 +29,27 @@ from packtrain.errors import NotFound, PacktrainError, quoted
 from packtrain.http_server import FILE_KINDS, page_files
 from packtrain.job.changes import FieldChange
 from packtrain.observe.columns import as_json
+from packtrain.observe.evidence import gather
 from packtrain.observe.follower import TELEMETRY
 from packtrain.observe.goodput import Goodput
 from packtrain.observe.history import KINDS
 from packtrain.observe.spans import LABELS, RECORDED
+from packtrain.report import finding_json, findings_of
+from packtrain.report.account import compared
 from packtrain.report.origin import command_of, generated_source
+from packtrain.report.sweep import sweep_table
 from packtrain.run.checkpoint import committed, manifest_key
 from packtrain.run.liveness import attempt
 from packtrain.run.records import Event, Generation, Lease
 from packtrain.run.run import Run
+from packtrain.run.sweeps import sweep_names
 from packtrain.store import Store
-from packtrain.web import insight
 from packtrain.web.logs import LogQuery, lines_after, lines_before, shown_line
 from packtrain.web.news import News
 from packtrain.web.query import Cursor, Query, RefusedRequest
 from packtrain.web.reader import RunReader, is_away
 
-Part = TypeVar("Part")
+Value = TypeVar("Value")
 Limits = tuple[float | None, float | None]
 
 _READ_SECONDS = 1.0  # that a request reads of a long history, before it answers with what is there, ...
@@ -52,6 +59,8 @@ _MAX_RUNS, _MAX_NAMES, _MAX_POINTS, _MAX_LINES = 200, 50, 20_000, 2000
 _MAX_USES = 100_000  # points of all machines together
 _MAX_PICTURE_BYTES = 1 << 20
 _MAX_TEXT = 20_000  # characters of any text from the store, except the job
+_MAX_ANSWERED = 64  # runs whose answers are kept
+_ANSWERS_SHARE = 0.05  # of the time may go into answers about a run that is watched: they read all of it
 _NO_PICTURE = {"picture": None, "words": (), "attention": (), "attention_shape": None, "confidence": None}
 
 
@@ -64,10 +73,37 @@ def error_answer(status: int, text: str) -> Response:
     return json_answer({"error": text}, status)
 
 
+class AnswerCache:
+    """Answers about runs, found anew when the run has changed, and less often the longer that takes."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._cached: OrderedDict[str, tuple[object, float, dict[str, Any]]] = OrderedDict()
+
+    def of(self, run: Run, version: object) -> dict[str, Any]:
+        """Return findings and forecast of a run; `version` is another one when the run has something new."""
+        with self._lock:
+            cached = self._cached.get(run.name)
+            if cached is not None and (cached[0] == version or time.monotonic() < cached[1]):
+                return cached[2]
+            started = time.monotonic()
+            evidence = gather(run)
+            answers = {
+                "findings": [finding_json(finding) for finding in findings_of(evidence)],
+                "forecast": [{**asdict(number), "off": number.off} for number in compared(evidence)],
+            }
+            ended = time.monotonic()
+            self._cached[run.name] = (version, ended + (ended - started) / _ANSWERS_SHARE, answers)
+            self._cached.move_to_end(run.name)
+            while len(self._cached) > _MAX_ANSWERED:
+                self._cached.popitem(last=False)
+            return answers
+
+
 class DashboardEndpoints:
     def __init__(self, store: Store, news: News) -> None:
-        self._store, self._news, self._board = store, news, news.board
-        self._answering = insight.Answering()
+        self._store, self._news, self._runs = store, news, news.runs
+        self._answers = AnswerCache()
         self._files = page_files(Path(__file__).parent / "page")
 
     def application(self) -> Starlette:
@@ -110,25 +146,25 @@ class DashboardEndpoints:
     def runs(self, _: Request) -> Response:
         self._news.ask()
         self._news.wait_for_first(_FIRST_SECONDS)
-        if self._board.away is not None:
-            raise RefusedRequest(503, self._board.away)
-        return json_answer({"store": self._store.url, "time": time.time(), "runs": self._board.rows()})
+        if self._runs.away is not None:
+            raise RefusedRequest(503, self._runs.away)
+        return json_answer({"store": self._store.url, "time": time.time(), "runs": self._runs.rows()})
 
     def run(self, request: Request) -> Response:
         run, reader = self._reader(request.path_params["run"])
-        self._board.refresh(run.name)
+        self._runs.refresh(run.name)
         problems: list[str] = []
         with reader.lock:
             problems += [reader.problem] if reader.problem else []
             events = list(reader.events)
-        generations = _part(lambda: list(run.generations()), list[Generation], problems)
-        spent = _part(lambda: reader.goodput(generations), Goodput, problems)
-        result = _part(run.result, lambda: None, problems)
-        found = {
-            **(self._board.row(run.name) or {"name": run.name}),
-            "generations": [_generation(one, events) for one in generations],
+        generations = _readable(lambda: list(run.generations()), list[Generation], problems)
+        spent = _readable(lambda: reader.goodput(generations), Goodput, problems)
+        result = _readable(run.result, lambda: None, problems)
+        answer = {
+            **(self._runs.row(run.name) or {"name": run.name}),
+            "generations": [_generation(generation, events) for generation in generations],
             "events": [{**vars(event), "display": event.display} for event in events],
-            "checkpoints": _part(lambda: _checkpoints(run), list, problems),
+            "checkpoints": _readable(lambda: _checkpoints(run), list, problems),
             "goodput": {
                 "useful": spent.useful,
                 "seconds": spent.seconds,
@@ -138,19 +174,18 @@ class DashboardEndpoints:
                 "ranks": [vars(rank) for rank in spent.ranks],
             },
             "result": None if result is None else {**vars(result), "samples": []},
-            "parent": _part(lambda: _parent(run), str, problems),
+            "parent": _readable(lambda: _parent(run), str, problems),
             "names": reader.history.names(),
         }
-        source = _part(lambda: _source(run), dict, problems)
+        source = _readable(lambda: _source(run), dict, problems)
         if problems:
-            found["problem"] = problems[0]
-        return json_answer({**_clean(found), "source": source})
+            answer["problem"] = problems[0]
+        return json_answer({**_clean(answer), "source": source})
 
     def answers(self, request: Request) -> Response:
         """Answer with what the report says; apart from `run`, because that takes the whole run."""
         run, reader = self._reader(Query(request).text("run"))
-        found = self._answering.of(run, (reader.versions, run.result()))
-        return json_answer(_clean({"findings": found.findings, "forecast": found.forecast}))
+        return json_answer(_clean(self._answers.of(run, (reader.versions, run.result()))))
 
     def series(self, request: Request) -> Response:
         query = Query(request)
@@ -158,23 +193,23 @@ class DashboardEndpoints:
         x = query.choice("x", ("step", "time", "epoch"), "step") or "step"
         points = query.integer("points", 1000, 2, _MAX_POINTS) or 2
         limits = query.number("from"), query.number("to")
-        known, now = Cursor.of(query.text("since", 20_000)).runs, Cursor({})
-        found: list[dict[str, Any]] = []
+        cursors, cursor = Cursor.of(query.text("since", 20_000)).runs, Cursor({})
+        answer: list[dict[str, Any]] = []
         is_reset = False
-        deadline = time.monotonic() + (_MORE_SECONDS if known else _READ_SECONDS)
+        deadline = time.monotonic() + (_MORE_SECONDS if cursors else _READ_SECONDS)
         for place, name in enumerate(runs):
             # An equal share for each, so that all curves of many long histories begin to show at once.
             share = max(0.0, deadline - time.monotonic()) / (len(runs) - place)
             _, reader = self._reader(name, ("metrics",), share)
             with reader.lock:
                 history = reader.history
-                now.runs[name] = (history.edition, *(table.rows for table in history.tables.values()))
-                edition, *begins = known.get(name, (0,) * (1 + len(KINDS)))
+                cursor.runs[name] = (history.edition, *(table.rows for table in history.tables.values()))
+                edition, *begins = cursors.get(name, (0,) * (1 + len(KINDS)))
                 if edition != history.edition:
-                    is_reset, begins = is_reset or name in known, [0] * len(KINDS)
+                    is_reset, begins = is_reset or name in cursors, [0] * len(KINDS)
                 for series in names:
-                    found += _series(reader, series, x, limits, points, begins)
-        return json_answer({"cursor": str(now), "series": found, "reset": is_reset})
+                    answer += _series(reader, series, x, limits, points, begins)
+        return json_answer({"cursor": str(cursor), "series": answer, "reset": is_reset})
 
     def bands(self, request: Request) -> Response:
         query = Query(request)
@@ -192,9 +227,9 @@ class DashboardEndpoints:
         query = Query(request)
         points = query.integer("points", 300, 1, _MAX_POINTS) or 1
         run, reader = self._reader(query.text("run"), ("telemetry",))
-        self._board.refresh(run.name)
-        watch = self._board.machines(run.name)
-        leases = {one.node: one for one in (watch.leases if watch else _part(run.leases, list[Lease], []))}
+        self._runs.refresh(run.name)
+        watch = self._runs.machines(run.name)
+        leases = {lease.node: lease for lease in (watch.leases if watch else _readable(run.leases, list[Lease], []))}
         with reader.lock:
             names = sorted({*leases, *reader.machines})
             points = max(1, min(points, _MAX_USES // max(1, len(names))))  # of thousands of machines fewer each
@@ -207,7 +242,7 @@ class DashboardEndpoints:
     def logs(self, request: Request) -> Response:
         query = Query(request)
         limit = query.integer("limit", 200, 1, _MAX_LINES) or 1
-        wanted = LogQuery(
+        log_query = LogQuery(
             query.text("search").casefold(),
             query.integer("rank", None, 0, 2**31),
             query.choice("stream", ("out", "err"), None),
@@ -217,11 +252,13 @@ class DashboardEndpoints:
         run, reader = self._reader(query.text("run"), ())
         keys = reader.read_log_keys()
         if after is not None:
-            lines, end = lines_after(run, keys, after, wanted, limit)
-            return json_answer(_clean({"lines": [shown_line(one) for one in lines], "before": None, "after": str(end)}))
-        lines, begin, end = lines_before(run, keys, before, wanted, limit)
+            lines, end = lines_after(run, keys, after, log_query, limit)
+            return json_answer(
+                _clean({"lines": [shown_line(line) for line in lines], "before": None, "after": str(end)})
+            )
+        lines, begin, end = lines_before(run, keys, before, log_query, limit)
         places = {"before": None if begin is None else str(begin), "after": str(end)}
-        return json_answer(_clean({"lines": [shown_line(one) for one in lines], **places}))
+        return json_answer(_clean({"lines": [shown_line(line) for line in lines], **places}))
 
     def samples(self, request: Request) -> Response:
         query = Query(request)
@@ -230,20 +267,13 @@ class DashboardEndpoints:
         if step is None:
             return json_answer({"steps": reader.sampled_steps()})
         samples = reader.samples(step)
-        extra: dict[str, Any] = {
-            "picture": None,
-            "words": [],
-            "attention": [],
-            "attention_shape": None,
-            "confidence": None,
-        }
-        return json_answer(_clean({"step": step, "samples": [{**extra, **vars(sample)} for sample in samples]}))
+        return json_answer(_clean({"step": step, "samples": [{**_NO_PICTURE, **vars(sample)} for sample in samples]}))
 
     def picture(self, request: Request) -> Response:
         query = Query(request)
         run, name = self._run(query.text("run")), query.text("name", 200)
         stem = name.removesuffix(".jpg")
-        if not stem or not all(one.isascii() and (one.isalnum() or one in "-_") for one in stem):
+        if not stem or not all(letter.isascii() and (letter.isalnum() or letter in "-_") for letter in stem):
             raise RefusedRequest(400, "name: not the name of a picture")
         data = run.store.find(run.key(f"pictures/{stem}.jpg"), _MAX_PICTURE_BYTES)
         if data is None or not data.startswith(b"\xff\xd8\xff"):
@@ -255,13 +285,24 @@ class DashboardEndpoints:
         return json_answer(_clean({"fields": _difference(runs)}))
 
     def sweeps(self, _: Request) -> Response:
-        return json_answer(_clean({"sweeps": insight.sweeps(self._store)}))
+        tables = [sweep_table(self._store, name) for name in sweep_names(self._store)]
+        sweeps = [
+            {
+                "name": table.name,
+                "job": table.job,
+                "runs": len(table.rows),
+                "finished": table.finished,
+                "best": None if table.best is None else table.best.run,
+            }
+            for table in tables
+        ]
+        return json_answer(_clean({"sweeps": sweeps}))
 
     def sweep(self, request: Request) -> Response:
-        found = insight.sweep(self._store, request.path_params["name"])
-        if found is None:
-            raise RefusedRequest(404, f"no sweep {quoted(request.path_params['name'])}")
-        return json_answer(_clean(found))
+        name = request.path_params["name"]
+        if name not in sweep_names(self._store):
+            raise RefusedRequest(404, f"no sweep {quoted(name)}")
+        return json_answer(_clean(sweep_table(self._store, name)))
 
     async def stream(self, request: Request) -> Response:
         names = tuple(Query(request).texts("run", _MAX_RUNS))
@@ -270,7 +311,7 @@ class DashboardEndpoints:
     def _run(self, name: str) -> Run:
         """Return the run of that name, if it exists."""
         self._news.ask()
-        run = self._board.run(name)
+        run = self._runs.run(name)
         if run is None:
             run = Run(self._store, name)  # refuses what is not a name
             if not self._store.exists(run.key("job.json")):
@@ -298,7 +339,7 @@ async def _answer_error(_: Request, error: Exception) -> Response:
     return error_answer(500, "a defect of the server; its log says where")
 
 
-def _part(read: Callable[[], Part], otherwise: Callable[[], Part], problems: list[str]) -> Part:
+def _readable(read: Callable[[], Value], otherwise: Callable[[], Value], problems: list[str]) -> Value:
     """Return a part of an answer. If it is damaged, the rest can still be seen, and `problems` says so."""
     try:
         return read()
@@ -379,10 +420,9 @@ def _over_time(reader: RunReader, node: str, points: int) -> dict[str, Any]:
         return {"time": [], **{name: [] for name in TELEMETRY}}
     times, means = use.thinned(points)
     numbers = as_json(means.T.ravel())  # all at once: there may be thousands of machines
-    parts = [numbers[start : start + len(times)] for start in range(0, len(numbers), len(times))]
     columns = {
-        name: [] if np.isnan(values).all() else part
-        for name, part, values in zip(TELEMETRY, parts, use.means.T, strict=True)
+        name: [] if np.isnan(values).all() else numbers[start : start + len(times)]
+        for name, start, values in zip(TELEMETRY, range(0, len(numbers), len(times)), use.means.T, strict=True)
     }
     return {"time": np.round(times, 3).tolist(), **columns}
 
@@ -390,7 +430,7 @@ def _over_time(reader: RunReader, node: str, points: int) -> dict[str, Any]:
 def _generation(generation: Generation, events: Sequence[Event]) -> dict[str, Any]:
     return {
         "number": generation.number,
-        "time": next((one.time for one in events if one.generation == generation.number), None),
+        "time": next((event.time for event in events if event.generation == generation.number), None),
         "step": generation.step,
         "cause": generation.cause,
         "reason": generation.reason,
@@ -400,17 +440,17 @@ def _generation(generation: Generation, events: Sequence[Event]) -> dict[str, An
 
 
 def _checkpoints(run: Run) -> list[dict[str, Any]]:
-    found = []
-    for one in committed(run):
-        entry = run.store.entry(manifest_key(run, one.name))
-        found.append(
+    checkpoints = []
+    for checkpoint in committed(run):
+        entry = run.store.entry(manifest_key(run, checkpoint.name))
+        checkpoints.append(
             {
-                "step": one.step, "time": entry.modified.timestamp() if entry else None, "name": one.name,
-                "score": one.score, "bytes": sum(file.bytes for file in one.files),
-                "files": [{"name": file.name, "bytes": file.bytes} for file in one.files],
+                "step": checkpoint.step, "time": entry.modified.timestamp() if entry else None, "name": checkpoint.name,
+                "score": checkpoint.score, "bytes": sum(file.bytes for file in checkpoint.files),
+                "files": [{"name": file.name, "bytes": file.bytes} for file in checkpoint.files],
             }
         )  # fmt: skip
-    return found
+    return checkpoints
 
 
 def _source(run: Run) -> dict[str, Any]:

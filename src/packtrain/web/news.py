@@ -16,9 +16,9 @@ from contextlib import suppress
 from typing import Any
 
 from packtrain.errors import PacktrainError
-from packtrain.web.board import Board, Row
 from packtrain.web.query import RefusedRequest
 from packtrain.web.reader import Readers
+from packtrain.web.run_list import Row, RunList
 
 _TICK_SECONDS = 1.8
 _COMMENT_SECONDS = 15.0
@@ -29,8 +29,8 @@ _MAX_STREAMS = 64
 class News:
     """Looks at the store every 1.8 s while a page is open, and tells every page what has changed."""
 
-    def __init__(self, board: Board) -> None:
-        self.board, self.readers = board, Readers()
+    def __init__(self, runs: RunList) -> None:
+        self.runs, self.readers = runs, Readers()
         self._listeners: dict[asyncio.Queue[str | None], tuple[str, ...]] = {}
         self._versions: dict[str, dict[str, str]] = {}
         self._loop: asyncio.AbstractEventLoop | None = None
@@ -73,8 +73,8 @@ class News:
         self._wake.set()
         try:
             yield ": hello\n\n"
-            yield _event("runs", {"rows": self.board.rows(), "gone": []})
-            yield _event("store", {"error": self.board.away})
+            yield _event("runs", {"rows": self.runs.rows(), "gone": []})
+            yield _event("store", {"error": self.runs.away})
             for name in runs:
                 if name in self._versions:
                     yield _event("run", {"run": name, "versions": self._versions[name]})
@@ -94,7 +94,7 @@ class News:
             if self._listeners or time.monotonic() - self._asked < 10 * _TICK_SECONDS:
                 try:
                     shown = {name for names in list(self._listeners.values()) for name in names}
-                    self.board.look(self._tell_rows, shown)
+                    self.runs.look(self._tell_rows, shown)
                     self._tell_away()
                     self._first.set()
                     self._look_at_runs(shown)
@@ -109,8 +109,8 @@ class News:
 
     def _tell_away(self) -> None:
         """Tell when the store goes away, and when it is back."""
-        if self.board.away != self._told_away:
-            self._told_away = self.board.away
+        if self.runs.away != self._told_away:
+            self._told_away = self.runs.away
             self._tell(_event("store", {"error": self._told_away}), None)
 
     def _look_at_runs(self, shown: Collection[str]) -> None:
@@ -118,7 +118,7 @@ class News:
         for name in [name for name in self._versions if name not in shown]:
             del self._versions[name]
         for name in shown:
-            run = self.board.run(name)
+            run = self.runs.run(name)
             if run is None:
                 continue
             with suppress(PacktrainError):  # the row says what is wrong, or the event that the store is away

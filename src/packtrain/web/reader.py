@@ -59,16 +59,16 @@ class Readers:
 
     def of(self, run: Run) -> RunReader:
         with self._lock:
-            known = self._readers.get(run.name)
-            if known is None:
-                known = self._readers[run.name] = RunReader(run)
+            reader = self._readers.get(run.name)
+            if reader is None:
+                reader = self._readers[run.name] = RunReader(run)
             self._readers.move_to_end(run.name)
             while len(self._readers) > 1 and (
                 len(self._readers) > MAX_READERS
                 or sum(reader.num_bytes for reader in self._readers.values()) > MAX_BYTES
             ):
                 self._readers.popitem(last=False)
-            return known
+            return reader
 
     def forget(self, name: str) -> None:
         with self._lock:

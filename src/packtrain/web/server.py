@@ -5,7 +5,7 @@ The way of a request:
     door       host, origin, method and token, which is the first part of the path: cookies would reach every server
                on this machine, whatever its port
     query      checked: names, numbers and choices (query.py)
-    answer     in a thread, from readers that know what was read before (endpoints.py, reader.py, board.py)
+    answer     in a thread, from readers that know what was read before (endpoints.py, reader.py, run_list.py)
     news       meanwhile, one thread looks at the store and tells open pages what has changed (news.py)
 """
 
@@ -37,10 +37,10 @@ from packtrain.http_server import (
     with_headers,
 )
 from packtrain.store import Store
-from packtrain.web.board import Board
 from packtrain.web.endpoints import DashboardEndpoints, error_answer
 from packtrain.web.news import News
 from packtrain.web.query import RefusedRequest
+from packtrain.web.run_list import RunList
 
 _ROUTES = (
     "/", "/assets/", "/api/runs", "/api/runs/", "/api/answers", "/api/series", "/api/bands", "/api/machines",
@@ -64,7 +64,7 @@ class DashboardServer(uvicorn.Server):
         **options: Any,
     ) -> None:
         self._started = started
-        self.news, self.is_interrupted = News(Board(store)), False
+        self.news, self.is_interrupted = News(RunList(store)), False
         is_local = names_this_machine(_named(listener))
         door = DashboardDoor(DashboardEndpoints(store, self.news), Token(token), is_local, log)
         super().__init__(server_config(door, **options))

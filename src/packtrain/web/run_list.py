@@ -14,21 +14,18 @@ import traceback
 from collections.abc import Callable, Collection, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import asdict, dataclass
 from datetime import datetime
 from itertools import pairwise
 from typing import Any
 
 from packtrain.errors import PacktrainError
 from packtrain.job.part import is_name
-from packtrain.observe.history import RECENT_STEPS, RecentPoints
-from packtrain.observe.measure import BestBy, Score, best_score
+from packtrain.observe.follower import EndFollower
+from packtrain.observe.measure import BestBy, Score
 from packtrain.observe.status import is_evaluated, status_of
-from packtrain.run.checkpoint import committed, is_scored
-from packtrain.run.chunks import ChunkFollower, chunk_keys
 from packtrain.run.liveness import State, StateWatch
-from packtrain.run.points import parts_of
-from packtrain.run.records import Notes, Point, Result, loss_name
+from packtrain.run.records import Notes, Result
 from packtrain.run.run import Run
 from packtrain.run.sweeps import sweep_of
 from packtrain.store import Store
@@ -41,8 +38,6 @@ Tell = Callable[[Sequence[Row], Sequence[str]], None]
 LOADING, DAMAGED, ABSENT = "loading", "damaged", "absent"
 """States of a row that are not those of a run: not read yet, not readable (`reason` says why), and without a job."""
 _SPARKS = 40
-_DIRECTORY_READS, _BUCKET_READS = 16, 6
-_MAX_CHUNKS = 1000  # that are read to find the last evaluation
 _MAX_TAGS, _MAX_NOTE = 50, 2000  # as many as `packtrain tag` allows; the store may have more
 _FIRST_PART, _PART = 24, 64  # runs that are read before pages are told: at first those that fit a screen
 _LIST_SHARE, _LIST_SHARE_ASIDE = 0.01, 0.002  # of the time, to list all runs; if pages show single ones, the latter
@@ -58,32 +53,6 @@ _EMPTY: Row = {
 }  # fmt: skip
 
 
-class Sparkline:
-    """A few losses from all over a run, evenly spaced: its shape, not its values."""
-
-    def __init__(self) -> None:
-        self._points: list[tuple[int, float | None]] = []
-        self._every = 1  # steps between two of them, at least
-
-    def add(self, step: int, loss: float) -> None:
-        if self._points and step < self._points[-1][0]:  # a restart has discarded steps
-            self._points = [point for point in self._points if point[0] < step]
-        if self._points and step < self._points[-1][0] + self._every:
-            return
-        self._points.append((step, _finite(loss)))
-        if len(self._points) > _SPARKS:
-            self._points = self._points[::2]
-            self._every = max(self._every * 2, (self._points[-1][0] - self._points[0][0]) // _SPARKS)
-
-    def extend(self, later: Sparkline) -> None:
-        for step, loss in later._points:
-            self.add(step, math.nan if loss is None else loss)
-
-    @property
-    def losses(self) -> list[float | None]:
-        return [loss for _, loss in self._points]
-
-
 @dataclass
 class ListedRun:
     """A run as the list has it, with what is needed to read only what is new."""
@@ -93,19 +62,14 @@ class ListedRun:
     stamp: tuple[int, ...] | None = None
     looked: float = 0.0
     is_read: bool = False
-    made: datetime | None = None
+    job_time: datetime | None = None
     """When the job was written that the row is made from."""
     created: float | None = None
     result: Result | None = None
-    recent: RecentPoints = field(default_factory=lambda: RecentPoints("train"))
-    follower: ChunkFollower | None = None
+    end: EndFollower | None = None
     watch: StateWatch | None = None
-    best: Score | None = None
     machines: int | None = None
     """Those of the last generation of a run that has ended."""
-    sparks: Sparkline = field(default_factory=Sparkline)
-    unsampled: list[str] = field(default_factory=list)
-    """The chunks that the sparkline is yet to be made from."""
 
     @property
     def is_busy(self) -> bool:
@@ -114,7 +78,7 @@ class ListedRun:
         return self.row["state"] in ("running", LOADING)
 
 
-class Board:
+class RunList:
     """The rows, the thread that keeps them up to date while somebody looks, and those who want to hear of changes."""
 
     def __init__(self, store: Store) -> None:
@@ -131,8 +95,8 @@ class Board:
     def rows(self) -> list[Row]:
         """Return all rows, the newest run first."""
         with self._lock:
-            found = [listed.row for listed in self._runs.values()]
-        return sorted(found, key=lambda row: (row["created"] or float("inf"), row["name"]), reverse=True)
+            rows = [listed.row for listed in self._runs.values()]
+        return sorted(rows, key=lambda row: (row["created"] or float("inf"), row["name"]), reverse=True)
 
     def row(self, name: str) -> Row | None:
         with self._lock:
@@ -173,44 +137,48 @@ class Board:
         started = time.monotonic()
         if started >= self._list_again:
             due = self._list(tell, shown)
-            now = time.monotonic()
+            listed_at = time.monotonic()
             share = _LIST_SHARE_ASIDE if shown else _LIST_SHARE
-            self._list_again = now + min(_QUIET_SECONDS, (now - started) / share)
+            self._list_again = listed_at + min(_QUIET_SECONDS, (listed_at - started) / share)
         else:
             with self._lock:
-                due = [one for one in self._runs.values() if one.is_busy or one.run.name in shown]
-        self._each(due, self._refresh, tell)
+                due = [listed for listed in self._runs.values() if listed.is_busy or listed.run.name in shown]
+        self._read_in_parts(due, self._refresh, tell)
         # Last, because it is many reads: first all runs are listed.
-        self._each([one for one in due if one.unsampled], _add_sparks, tell)
+        self._read_in_parts(
+            [listed for listed in due if listed.end is not None and listed.end.unread], _add_curve, tell
+        )
 
     def _list(self, tell: Tell, shown: Collection[str]) -> list[ListedRun]:
         """Find out which runs there are, and return those that may have changed, the newest first."""
         stamps = self.store.stamps("runs/", ("nodes",))
         names = [name for name in (self.store.folders("runs/") if stamps is None else stamps) if is_name(name)]
-        known = set(names)
+        present = set(names)
         with self._lock:
-            gone = [name for name in self._runs if name not in known]
+            gone = [name for name in self._runs if name not in present]
             for name in gone:
                 del self._runs[name]
             for name in names:
                 if name not in self._runs:
                     self._runs[name] = ListedRun(Run(self.store, name), {"name": name, **_EMPTY})
-            due = [one for one in self._runs.values() if self._is_due(one, stamps, shown)]
+            due = [listed for listed in self._runs.values() if self._is_due(listed, stamps, shown)]
         if gone:
             tell([], gone)
-        return sorted(due, key=lambda one: (stamps or {}).get(one.run.name, ()), reverse=True)
+        return sorted(due, key=lambda listed: (stamps or {}).get(listed.run.name, ()), reverse=True)
 
-    def _each(self, due: Sequence[ListedRun], read: Callable[[ListedRun], PacktrainError | None], tell: Tell) -> None:
+    def _read_in_parts(
+        self, due: Sequence[ListedRun], read: Callable[[ListedRun], PacktrainError | None], tell: Tell
+    ) -> None:
         """Read runs in parts, and tell what changed after each; raise the error if the store is away."""
         for start, end in pairwise([0, *range(_FIRST_PART, len(due), _PART), len(due)]):
-            part = due[start:end]
-            before = [one.row for one in part]
-            errors = [error for error in self._pool.map(read, part) if error is not None]
-            absent = [one.run.name for one in part if one.row["state"] == ABSENT]
+            runs = due[start:end]
+            before = [listed.row for listed in runs]
+            errors = [error for error in self._pool.map(read, runs) if error is not None]
+            absent = [listed.run.name for listed in runs if listed.row["state"] == ABSENT]
             with self._lock:
                 for name in absent:
                     self._runs.pop(name, None)
-            changed = [one.row for one, old in zip(part, before, strict=True) if one.row != old]
+            changed = [listed.row for listed, row in zip(runs, before, strict=True) if listed.row != row]
             tell([row for row in changed if row["state"] != ABSENT], absent)
             if errors:
                 raise errors[0]
@@ -249,8 +217,8 @@ def _row(listed: ListedRun) -> Row:
     entry = run.store.entry(run.key("job.json"))
     if entry is None:
         return {**listed.row, "state": ABSENT}
-    if entry.modified != listed.made:  # a new job: `resume --set` changes it, and names are used again
-        listed.made, listed.run = entry.modified, run
+    if entry.modified != listed.job_time:  # a new job: `resume --set` changes it, and names are used again
+        listed.job_time, listed.run = entry.modified, run
         listed.created = min(listed.created or entry.modified.timestamp(), entry.modified.timestamp(), _launched(run))
     run = listed.run
     listed.result = run.result()
@@ -260,13 +228,19 @@ def _row(listed: ListedRun) -> Row:
     else:
         listed.watch, listed.machines = listed.watch or StateWatch(run), None
         state = listed.watch.look()
-    problem = _read_points(listed)
+    end = listed.end = listed.end or EndFollower(run, is_evaluated(run.job, listed.result))
+    problem = None
+    try:
+        end.read()
+    except PacktrainError as error:  # one damaged chunk does not hide the others
+        if is_away(error):
+            raise
+        problem = str(error)
     if listed.watch is not None:
         leases = listed.watch.leases
     else:
         leases = run.leases() if run.job.fleet.dollars_per_hour is not None else []
-    status = status_of(run, state, listed.recent.points, listed.result, leases)
-    _find_best(listed, BestBy(status.measure, status.lower))
+    status = status_of(run, state, end.recent.points, listed.result, leases)
     cost = status.cost
     return {
         "name": run.name, "state": state, "reason": status.reason, "job": run.job.name, "recipe": run.job.recipe,
@@ -276,9 +250,10 @@ def _row(listed: ListedRun) -> Row:
         "dollars_left": None if cost is None or cost.expected is None else max(0.0, cost.expected - cost.so_far),
         "loss": _finite(status.loss), "loss_steps": status.loss_steps, "rate": _finite(status.rate),
         "unit": status.unit, "seconds": _finite(status.seconds), "measure": status.measure, "lower": status.lower,
-        "score": _score(status.score), "best": _score(listed.best), "test": _score(status.test),
+        "score": _score(status.score), "best": _score(end.best(BestBy(status.measure, status.lower))),
+        "test": _score(status.test),
         "machines": _machines(listed, state), "created": listed.created, **_notes(run), "sweep": sweep_of(run),
-        "sparkline": listed.sparks.losses, "problem": problem,
+        "sparkline": end.losses(_SPARKS), "problem": problem,
     }  # fmt: skip
 
 
@@ -301,19 +276,6 @@ def _machines(listed: ListedRun, state: State) -> int:
     return listed.machines
 
 
-def _find_best(listed: ListedRun, measure: BestBy) -> None:
-    """Keep the best score of the evaluations: at first that of the best checkpoint, because they are not all read."""
-    evaluations = [point for point in listed.recent.points if point.kind == "valid" and measure.name in point.values]
-    if listed.best is None and evaluations:
-        for kept in committed(listed.run):
-            if is_scored(kept) and kept.score is not None:
-                values = {measure.name: -kept.score if measure.lower else kept.score}
-                listed.best = best_score(
-                    measure, [replace(evaluations[-1], step=kept.step, values=values)], listed.best
-                )
-    listed.best = best_score(measure, evaluations, listed.best)
-
-
 def _score(score: Score | None) -> Row | None:
     return None if score is None or not math.isfinite(score.value) else asdict(score)
 
@@ -332,79 +294,13 @@ def _finite(number: float | None) -> float | None:
     return number if number is not None and math.isfinite(number) else None
 
 
-def _read_points(listed: ListedRun) -> str | None:
-    """Read the end of the metrics at first, then what is new; return what is damaged."""
-    run = listed.run
+def _add_curve(listed: ListedRun) -> PacktrainError | None:
+    """Read the shape of a run's loss; return the error if the store is away."""
+    assert listed.end is not None
     try:
-        if listed.follower is None:
-            listed.unsampled = chunk_keys(run.store, run.key("metrics"))
-            listed.follower = ChunkFollower(run.store, run.key("metrics"), listed.unsampled)
-            listed.recent = RecentPoints(run.job.step_kind)
-            _read_last_points(listed)
-            return None
-        for key, data in listed.follower.take():
-            for part in parts_of(data, f"{key} in {run.store.url}"):
-                listed.recent.add(part, f"{key} in {run.store.url}")
-            for step, loss in _losses(run, key, data):
-                listed.sparks.add(step, loss)
-    except PacktrainError as error:
-        if is_away(error):
-            raise
-        return str(error)
-    return None
-
-
-def _read_last_points(listed: ListedRun) -> None:
-    """Read the last steps and the last evaluation, from no more chunks than that takes."""
-    run, is_sought = listed.run, is_evaluated(listed.run.job, listed.result)
-    for key in listed.unsampled[:-_MAX_CHUNKS:-1]:
-        source = f"{key} in {run.store.url}"
-        for part in parts_of(run.store.find(key) or b"", source):
-            listed.recent.add(part, source)
-            is_sought = is_sought and part.kind != "valid"
-        if len(listed.recent.steps) >= RECENT_STEPS and not is_sought:
-            break
-
-
-def _read_sparks(listed: ListedRun) -> None:
-    """Read some lines from all over the metrics: a few objects of a directory, and fewer of a bucket."""
-    run, keys = listed.run, listed.unsampled
-    listed.unsampled = []
-    most = _DIRECTORY_READS if run.store.is_directory else _BUCKET_READS
-    if len(keys) > most:
-        keys = [keys[index * len(keys) // most] for index in range(most)]
-    each = max(1, _SPARKS // max(1, len(keys)))
-    live, listed.sparks = listed.sparks, Sparkline()
-    for key in keys:
-        losses = _losses(run, key, run.store.find(key) or b"")
-        for step, loss in losses[:: max(1, len(losses) // each)][:each]:
-            listed.sparks.add(step, loss)
-    listed.sparks.extend(live)
-
-
-def _losses(run: Run, key: str, data: bytes) -> list[tuple[int, float]]:
-    """Return the steps of a chunk, and the loss of each."""
-    losses: list[tuple[int, float]] = []
-    source = f"{key} in {run.store.url}"
-    for part in parts_of(data, source):
-        name = loss_name(part.values if isinstance(part, Point) else part.names)
-        if name is None or part.kind != run.job.step_kind:
-            continue
-        if isinstance(part, Point):
-            losses.append((part.step, part.values[name]))
-        else:
-            numbers = part.matrix(source)
-            values = numbers[:, part.names.index(name) + 2].tolist()
-            losses += zip(numbers[:, 0].astype(int).tolist(), values, strict=True)
-    return losses
-
-
-def _add_sparks(listed: ListedRun) -> PacktrainError | None:
-    """Read a run's sparkline; return the error if the store is away."""
-    try:
-        _read_sparks(listed)
+        listed.end.read_curve()
     except PacktrainError as error:
         if is_away(error):
             return error
-    listed.row = {**listed.row, "sparkline": listed.sparks.losses}
+    listed.row = {**listed.row, "sparkline": listed.end.losses(_SPARKS)}
     return None
