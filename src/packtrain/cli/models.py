@@ -233,7 +233,7 @@ def _predicted(
         for predictions in predictor.stream(inputs.texts, options, skipped.append if inputs.named else None):
             paths = _write_maps(maps, predictions) if maps else [None] * len(predictions)
             advance(len(predictions))
-            has_any = True
+            has_any = has_any or bool(predictions)  # of a batch, all files may be skipped
             yield [_Row(*row, path) for row, path in zip(predictions, paths, strict=True)]
     if skipped and not has_any:
         raise Mistake(f"there are no images among {len(skipped):,} files; the first is {skipped[0]}")
