@@ -28,7 +28,7 @@ import torch
 import bench
 import example
 import packtrain
-from packtrain.data.loader import Order, Position, rank_batches
+from packtrain.data.loader import Order, Position, RankBatches
 from packtrain.process import end_process
 from packtrain.recipes import Recipe
 from packtrain.train.engine import Engine
@@ -80,7 +80,7 @@ def work(directory: Path, exchange: str, steps: int, measured: bool) -> NoReturn
     engine = Engine(recipe, settings, world)
     order = Order(recipe.costs, recipe.sort_keys, lambda _: settings.batch.value, settings.seed, recipe.lengths)
     started, tokens = 0.0, 0
-    for number, loaded in enumerate(rank_batches(order, recipe.batch, Position(), world.rank, world.num_ranks)):
+    for number, loaded in enumerate(RankBatches(order, recipe.batch, Position(), world.rank, world.num_ranks)):
         if number == WARM_UP_STEPS:
             started = time.perf_counter()
         if number == steps:

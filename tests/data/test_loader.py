@@ -13,7 +13,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from data.handmade import NAME, Remote, put_pack
-from packtrain.data.loader import Arrays, LoadedBatch, Loader, Order, Position, rank_batches
+from packtrain.data.loader import Arrays, LoadedBatch, Loader, Order, Position, RankBatches
 from packtrain.data.order import Ids
 from packtrain.data.pack import Pack
 from packtrain.errors import Mistake
@@ -30,7 +30,7 @@ def collate(ids: Ids, epoch: int, repeats: Ids) -> Arrays:
 
 
 def batches(start: Position, count: int, rank: int = 0, num_ranks: int = 1) -> list[LoadedBatch]:
-    return list(islice(rank_batches(ORDER, collate, start, rank, num_ranks), count))
+    return list(islice(RankBatches(ORDER, collate, start, rank, num_ranks), count))
 
 
 def seen(loaded: list[LoadedBatch]) -> list[list[int]]:
@@ -85,15 +85,15 @@ def test_the_budget_may_change_with_the_epoch() -> None:
     order = Order(COSTS, COSTS, lambda epoch: (10, 20)[epoch], seed=1)
     first, second = order.batches(0), order.batches(1)
     assert max(COSTS[ids].sum() for ids in first) <= 10 < max(COSTS[ids].sum() for ids in second) <= 20
-    loaded = list(islice(rank_batches(order, collate, Position(), 0, 1), len(first) + len(second)))
+    loaded = list(islice(RankBatches(order, collate, Position(), 0, 1), len(first) + len(second)))
     assert [one.batches_in_epoch for one in loaded] == [len(first)] * len(first) + [len(second)] * len(second)
     assert loaded[-1].after == Position(2, 0)
 
 
 @given(st.integers(1, 12), st.integers(1, 4))
 def test_micro_batches_make_up_the_part_of_a_rank_and_stay_within_their_cost(budget: int, num_ranks: int) -> None:
-    whole = list(islice(rank_batches(ORDER, collate, Position(), 0, num_ranks), 6))
-    divided = list(islice(rank_batches(ORDER, collate, Position(), 0, num_ranks, budget), 6))
+    whole = list(islice(RankBatches(ORDER, collate, Position(), 0, num_ranks), 6))
+    divided = list(islice(RankBatches(ORDER, collate, Position(), 0, num_ranks, budget), 6))
     for one, other in zip(whole, divided, strict=True):
         pieces = [piece["ids"] for piece in other.micro_batches]
         assert np.concatenate(pieces).tolist() == one.micro_batches[0]["ids"].tolist() == other.ids.tolist()
@@ -105,7 +105,7 @@ def test_micro_batches_make_up_the_part_of_a_rank_and_stay_within_their_cost(bud
 @given(st.integers(1, 12), st.integers(1, 5))
 def test_with_equal_counts_all_ranks_have_the_same_number_of_micro_batches(budget: int, num_ranks: int) -> None:
     shares = [
-        list(islice(rank_batches(ORDER, collate, Position(), rank, num_ranks, budget, equal_counts=True), 6))
+        list(islice(RankBatches(ORDER, collate, Position(), rank, num_ranks, budget, equal_counts=True), 6))
         for rank in range(num_ranks)
     ]
     for of_ranks in zip(*shares, strict=True):
@@ -116,13 +116,13 @@ def test_with_equal_counts_all_ranks_have_the_same_number_of_micro_batches(budge
 
 def test_a_rank_without_samples_has_one_empty_micro_batch() -> None:
     few = Order(np.ones(2, np.int64), np.arange(2), lambda _: 2, seed=1)
-    [loaded] = islice(rank_batches(few, collate, Position(), 2, 3, 1), 1)
+    [loaded] = islice(RankBatches(few, collate, Position(), 2, 3, 1), 1)
     assert [len(piece["ids"]) for piece in loaded.micro_batches] == [0]
     assert (loaded.own_cost, loaded.cost) == (0, 2)
 
 
 def endless() -> Iterator[LoadedBatch]:
-    return rank_batches(ORDER, collate, Position(), 0, 1)
+    return RankBatches(ORDER, collate, Position(), 0, 1)
 
 
 def test_a_loader_returns_the_batches_in_order() -> None:
@@ -162,7 +162,7 @@ def test_an_error_is_raised_where_the_batch_would_have_been_used() -> None:
 
     def source() -> Iterator[LoadedBatch]:
         yield from batches(Position(), 2)
-        yield from rank_batches(ORDER, failing, Position(), 0, 1)
+        yield from RankBatches(ORDER, failing, Position(), 0, 1)
 
     loader = Loader(source())
     try:
@@ -299,7 +299,7 @@ def test_closing_does_not_wait_for_a_store_that_does_not_answer() -> None:
         waited.append(answer.wait(PATIENCE_SECONDS))
         return collate(ids, epoch, repeats)
 
-    loader = Loader(rank_batches(ORDER, unanswered, Position(), 0, 1))
+    loader = Loader(RankBatches(ORDER, unanswered, Position(), 0, 1))
     assert begun.wait(PATIENCE_SECONDS)
     loader.close()
     assert not waited
@@ -328,13 +328,13 @@ class Away:
 
 def test_an_unreachable_store_delays_the_batches_and_does_not_change_them(capsys: pytest.CaptureFixture[str]) -> None:
     state = random.getstate()
-    loader = Loader(rank_batches(ORDER, Away(4), Position(), 0, 1, micro_batch_cost=3), pause_seconds=0.01)
+    loader = Loader(RankBatches(ORDER, Away(4), Position(), 0, 1, micro_batch_cost=3), pause_seconds=0.01)
     try:
         loaded = [loader.next() for _ in range(20)]
     finally:
         loader.close()
     assert random.getstate() == state, "the random numbers of a model must not depend on the store"
-    wanted = list(islice(rank_batches(ORDER, collate, Position(), 0, 1, micro_batch_cost=3), 20))
+    wanted = list(islice(RankBatches(ORDER, collate, Position(), 0, 1, micro_batch_cost=3), 20))
     assert [[piece["ids"].tolist() for piece in one.micro_batches] for one in loaded] == [
         [piece["ids"].tolist() for piece in one.micro_batches] for one in wanted
     ]
@@ -359,7 +359,7 @@ def test_prefetching_starts_when_an_unreachable_store_is_back() -> None:
             told.append(-epoch)
 
     in_epoch = len(ORDER.batches(0))
-    loader = Loader(rank_batches(ORDER, collate, Position(1, 0), 0, 1, fetching=fetching), ahead=1, pause_seconds=0.01)
+    loader = Loader(RankBatches(ORDER, collate, Position(1, 0), 0, 1, fetching=fetching), ahead=1, pause_seconds=0.01)
     try:
         assert seen([loader.next() for _ in range(in_epoch)]) == seen(batches(Position(1, 0), in_epoch))
     finally:
@@ -380,7 +380,7 @@ def test_shards_are_read_when_an_unreachable_store_is_back(tmp_path: Path) -> No
         return split.prefetched(split.order_of_use(ids))
 
     remote.refuse("get_file")
-    loader = Loader(rank_batches(ORDER, read, Position(), 0, 1, fetching=fetching), pause_seconds=0.01)
+    loader = Loader(RankBatches(ORDER, read, Position(), 0, 1, fetching=fetching), pause_seconds=0.01)
     waits: list[int] = []
 
     def pulse() -> None:
@@ -396,7 +396,7 @@ def test_shards_are_read_when_an_unreachable_store_is_back(tmp_path: Path) -> No
 
 
 def test_a_lasting_store_error_is_raised_without_a_retry() -> None:
-    loader = Loader(rank_batches(ORDER, Away(1, temporary=False), Position(), 0, 1))
+    loader = Loader(RankBatches(ORDER, Away(1, temporary=False), Position(), 0, 1))
     try:
         assert len([loader.next(), loader.next()]) == 2
         with pytest.raises(StoreError, match="no answer"):
@@ -406,7 +406,7 @@ def test_a_lasting_store_error_is_raised_without_a_retry() -> None:
 
 
 def test_a_store_that_stays_unreachable_is_an_error() -> None:
-    loader = Loader(rank_batches(ORDER, Away(10**6), Position(), 0, 1), pause_seconds=0.01, store_seconds=0.1)
+    loader = Loader(RankBatches(ORDER, Away(10**6), Position(), 0, 1), pause_seconds=0.01, store_seconds=0.1)
     try:
         assert len([loader.next(), loader.next()]) == 2
         with pytest.raises(StoreError, match="no answer"):
@@ -418,7 +418,7 @@ def test_a_store_that_stays_unreachable_is_an_error() -> None:
 def test_closing_ends_the_wait_for_the_store() -> None:
     before = loader_threads()
     away = Away(10**6)
-    loader = Loader(rank_batches(ORDER, away, Position(), 0, 1), pause_seconds=100.0)
+    loader = Loader(RankBatches(ORDER, away, Position(), 0, 1), pause_seconds=100.0)
     assert away.failed.wait(PATIENCE_SECONDS)
     loader.close()
     assert loader_threads() == before
@@ -434,7 +434,7 @@ def test_prefetching_stops_after_an_error() -> None:
         finally:
             over.set()
 
-    loader = Loader(rank_batches(ORDER, Away(1, temporary=False), Position(), 0, 1, fetching=fetching))
+    loader = Loader(RankBatches(ORDER, Away(1, temporary=False), Position(), 0, 1, fetching=fetching))
     try:
         assert over.wait(PATIENCE_SECONDS)
     finally:
@@ -450,7 +450,7 @@ def test_prefetching_stops_after_an_error() -> None:
     ids=["weights that round to nothing", "no data"],
 )
 def test_an_epoch_without_samples_is_a_mistake(order: Order) -> None:
-    loader = Loader(rank_batches(order, collate, Position(), 0, 1))
+    loader = Loader(RankBatches(order, collate, Position(), 0, 1))
     try:
         with pytest.raises(Mistake, match=r"^data\.train: an epoch has no samples; raise the weights of the sources"):
             loader.next()
@@ -473,7 +473,7 @@ def in_turns(start: Position, rank: int, num_ranks: int, piece: int | None = Non
     def collate_repeats(ids: Ids, epoch: int, repeats: Ids) -> Arrays:
         return {**collate(ids, epoch, repeats), "repeats": repeats}
 
-    return rank_batches(TWICE, collate_repeats, start, rank, num_ranks, piece)
+    return RankBatches(TWICE, collate_repeats, start, rank, num_ranks, piece)
 
 
 def test_a_sample_that_occurs_twice_in_an_epoch_has_two_turns() -> None:

@@ -15,7 +15,7 @@ from torch import nn
 
 from pack.pictures import photo, quarters, saved, with_size
 from packtrain.data.images import random_crops
-from packtrain.data.loader import Position, rank_batches
+from packtrain.data.loader import Position, RankBatches
 from packtrain.data.order import Ids, share
 from packtrain.data.pack import Pack, SplitReader
 from packtrain.errors import FieldMistake, Mistake
@@ -210,7 +210,7 @@ def test_mixed_batches_do_not_depend_on_workers_and_micro_batches(make: MakeClas
     def epoch(ranks: int, budget: int | None) -> dict[int, list[Any]]:
         order, found = training_order(recipe), dict[int, list[Any]]()
         for rank in range(ranks):
-            for loaded in islice(rank_batches(order, recipe.batch, Position(), rank, ranks, budget), 3):
+            for loaded in islice(RankBatches(order, recipe.batch, Position(), rank, ranks, budget), 3):
                 rows = [zip(*part.values(), strict=True) for part in loaded.micro_batches]
                 seen = [[value.tolist() for value in row] for part in rows for row in part]
                 found.update(zip(loaded.ids.tolist(), seen, strict=True))

@@ -1,6 +1,6 @@
 """Load batches ahead of their use, in a thread, in the order that data.order decides.
 
-`rank_batches` says which samples a rank loads, and in which order; `Loader` runs it in a thread and keeps a few batches
+`RankBatches` says which samples a rank loads, and in which order; `Loader` runs it in a thread and keeps a few batches
 ready. The order depends on the seed and the epoch alone, so that a resumed run sees what it would have seen.
 """
 
@@ -9,10 +9,9 @@ from __future__ import annotations
 import queue
 import threading
 import time
-from collections.abc import Callable, Generator, Iterator
+from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, ExitStack, nullcontext, suppress
 from dataclasses import dataclass
-from functools import partial
 from typing import Any
 
 import numpy as np
@@ -94,105 +93,90 @@ class Order:
         ends = np.cumsum([len(batch) for batch in batches])
         return np.split(repeats_of(np.concatenate(batches)), ends[:-1])
 
-    def share(self, batch: Ids, rank: int, num_ranks: int) -> Ids:
-        return share(batch, rank, num_ranks, self.group)
 
-    def micro_batches(self, ids: Ids, budget: int | None) -> list[Ids]:
-        return micro_batches(ids, self.costs, budget, self.group)
-
-
-Load = Callable[[], LoadedBatch | None]
-
-
+@dataclass(eq=False)
 class RankBatches(Iterator[LoadedBatch]):
-    """The batches of one rank. After an error, `next` repeats the load that failed: no batch is skipped.
-
-    A generator could not do that: it is finished after an exception. So `loads` only yields functions, which are
-    called here and kept until they succeed.
-    """
-
-    def __init__(self, loads: Generator[Load]) -> None:
-        self._loads = loads
-        self._current: Load | None = None
-
-    def __next__(self) -> LoadedBatch:
-        while True:
-            if self._current is None:
-                self._current = next(self._loads)
-            loaded = self._current()
-            self._current = None
-            if loaded is not None:
-                return loaded
-
-    def close(self) -> None:
-        """Stop prefetching."""
-        self._current = None
-        self._loads.close()
-
-
-def rank_batches(
-    order: Order,
-    collate: Callable[[Ids, int, Ids], Arrays],
-    start: Position,
-    rank: int,
-    num_ranks: int,
-    micro_batch_cost: int | None = None,
-    fetching: Callable[[Ids, int], AbstractContextManager[None]] = lambda _, __: nullcontext(),
-    equal_counts: bool = False,
-) -> RankBatches:
-    """Return this rank's part of every global batch from `start` on, without end.
+    """This rank's part of every global batch from `start` on, without end.
 
     `collate` makes arrays from the ids of samples, the epoch and their repeats. A part that costs more than
     `micro_batch_cost` is divided; with `equal_counts` all ranks have the same number of micro-batches, some of them
     empty. `fetching` is told the samples of an epoch in the order of their use, and prefetches them.
+
+    After an error, `next` repeats the load that failed: no batch is skipped. A generator would be finished.
     """
 
-    def divided(batch: Ids) -> list[Ids]:
-        micro_batches = order.micro_batches(order.share(batch, rank, num_ranks), micro_batch_cost)
-        if not equal_counts:
-            return micro_batches
-        # Every rank computes the counts of all others by itself: nothing has to be exchanged.
-        shares = (order.share(batch, any_rank, num_ranks) for any_rank in range(num_ranks))
-        count = max(len(order.micro_batches(ids, micro_batch_cost)) for ids in shares)
-        return micro_batches + [batch[:0]] * (count - len(micro_batches))
+    order: Order
+    collate: Callable[[Ids, int, Ids], Arrays]
+    start: Position
+    rank: int
+    num_ranks: int
+    micro_batch_cost: int | None = None
+    fetching: Callable[[Ids, int], AbstractContextManager[None]] = lambda _, __: nullcontext()
+    equal_counts: bool = False
 
-    def load(batches: list[Ids], repeats: list[Ids], at: Position) -> LoadedBatch:
-        batch = batches[at.batch]
-        ids, ids_repeats = (order.share(whole_batch, rank, num_ranks) for whole_batch in (batch, repeats[at.batch]))
+    def __post_init__(self) -> None:
+        self._at = self.start
+        self._batches: list[Ids] | None = None  # of the epoch
+        self._repeats: list[Ids] = []
+        self._prefetching: ExitStack | None = None
+
+    def __next__(self) -> LoadedBatch:
+        while True:
+            epoch, number = self._at.epoch, self._at.batch
+            if self._batches is None:
+                self._batches = self.order.batches(epoch)
+                self._repeats = self.order.repeats(self._batches)
+            if self._prefetching is None:
+                ids = [np.zeros(0, np.int64), *map(self._share, self._batches[number:])]
+                with ExitStack() as stack:
+                    stack.enter_context(self.fetching(np.concatenate(ids), epoch))
+                    self._prefetching = stack.pop_all()
+            if number < len(self._batches):
+                loaded = self._load(self._batches, self._repeats[number])
+                self._at = Position(epoch, number + 1)
+                return loaded
+            self.close()
+            self._at, self._batches = Position(epoch + 1), None
+
+    def _load(self, batches: list[Ids], repeats: Ids) -> LoadedBatch:
+        at, batch = self._at, batches[self._at.batch]
+        ids, ids_repeats = self._share(batch), self._share(repeats)
         is_last = at.batch + 1 == len(batches)
-        micro_batches = divided(batch)
+        micro_batches = self._divided(batch)
         ends = np.cumsum([len(micro_batch) for micro_batch in micro_batches])
         with_repeats = zip(micro_batches, np.split(ids_repeats, ends[:-1]), strict=True)
         return LoadedBatch(
-            tuple(collate(micro_batch, at.epoch, turns) for micro_batch, turns in with_repeats),
+            tuple(self.collate(micro_batch, at.epoch, turns) for micro_batch, turns in with_repeats),
             ids,
             ids_repeats,
-            int(order.costs[batch].sum()),
-            int(order.costs[ids].sum()),
+            int(self.order.costs[batch].sum()),
+            int(self.order.costs[ids].sum()),
             len(batch),
             at,
             Position(at.epoch + 1, 0) if is_last else Position(at.epoch, at.batch + 1),
             len(batches),
         )
 
-    def prefetch(stack: ExitStack, batches: list[Ids], epoch: int) -> None:
-        shares = [order.share(ids, rank, num_ranks) for ids in batches]
-        stack.enter_context(fetching(np.concatenate(shares or [np.zeros(0, np.int64)]), epoch))
+    def _divided(self, batch: Ids) -> list[Ids]:
+        # Every rank computes the counts of all others by itself: nothing has to be exchanged.
+        order, ranks = self.order, range(self.num_ranks) if self.equal_counts else [self.rank]
+        divided = {
+            rank: micro_batches(
+                share(batch, rank, self.num_ranks, order.group), order.costs, self.micro_batch_cost, order.group
+            )
+            for rank in ranks
+        }
+        count = max(map(len, divided.values()))
+        return divided[self.rank] + [batch[:0]] * (count - len(divided[self.rank]))
 
-    def loads() -> Generator[Load]:
-        epoch, first = start.epoch, start.batch
-        while True:
-            batches = order.batches(epoch)
-            repeats = order.repeats(batches)
-            # The stack ends the prefetching of an epoch when the next one begins, or when the generator is closed.
-            with ExitStack() as stack:
-                # As a load, so that a store that fails here is retried like one that fails for a batch.
-                yield partial(prefetch, stack, batches[first:], epoch)
-                for number in range(first, len(batches)):
-                    yield partial(load, batches, repeats, Position(epoch, number))
-            epoch, first = epoch + 1, 0
+    def _share(self, batch: Ids) -> Ids:
+        return share(batch, self.rank, self.num_ranks, self.order.group)
 
-    return RankBatches(loads())
+    def close(self) -> None:
+        """Stop prefetching."""
+        if self._prefetching is not None:
+            self._prefetching.close()
+            self._prefetching = None
 
 
 class Loader:

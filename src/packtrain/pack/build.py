@@ -170,11 +170,6 @@ def put_file(store: Store, pack: str, name: str, data: bytes) -> PackFile:
     return PackFile(name, len(data), hashlib.sha256(data).hexdigest())
 
 
-def delete_notes(store: Store, pack: str) -> None:
-    for entry in store.list(pack_key(pack, "making")):
-        store.delete(entry.key)
-
-
 def drops_of(dropped: DropCounter) -> dict[str, Drops]:
     return {reason: Drops(count, tuple(dropped.names[reason])) for reason, count in dropped.counts.most_common()}
 
@@ -314,7 +309,8 @@ def build_pack(packing: Packing, word: str, settings: dict[str, Any], allow_drop
     )
     # Last: a pack without a manifest does not exist, so a reader never sees half of one.
     store.put(pack_key(folder, "manifest.json"), manifest.to_json())
-    delete_notes(store, folder)
+    for entry in store.list(pack_key(folder, "making")):
+        store.delete(entry.key)
     try:
         store.remove_unfinished(f"packs/{folder}")  # of interrupted builds
     except StoreError as error:

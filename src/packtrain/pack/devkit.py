@@ -14,7 +14,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from packtrain.errors import Mistake, printable
-from packtrain.pack.archive import Locator, is_archive, member_of
+from packtrain.pack.archive import Locator, member_of
 
 TRUTH = "data/ILSVRC2012_validation_ground_truth.txt"
 META = "data/meta.mat"
@@ -33,10 +33,6 @@ _STRUCT, _TEXT = 2, 4
 
 Element = tuple[int, memoryview]
 """The type of a data element, and its bytes."""
-
-
-def is_devkit(path: str) -> bool:
-    return Path(path).is_dir() or is_archive(path)
 
 
 def devkit_truth(path: str) -> list[str]:

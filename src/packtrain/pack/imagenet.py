@@ -24,9 +24,17 @@ from typing import NamedTuple
 
 from packtrain.errors import Mistake, printable, quoted
 from packtrain.job.kinds import Drop
-from packtrain.pack.archive import MAX_MEMBERS, ArchiveMember, Locator, archive_members, composed, tar_members
+from packtrain.pack.archive import (
+    MAX_MEMBERS,
+    ArchiveMember,
+    Locator,
+    archive_members,
+    composed,
+    is_archive,
+    tar_members,
+)
 from packtrain.pack.compression import faults_as_mistakes
-from packtrain.pack.devkit import META, TRUTH, devkit_synsets, devkit_truth, is_devkit
+from packtrain.pack.devkit import META, TRUTH, devkit_synsets, devkit_truth
 from packtrain.pack.picture import MAX_BYTES
 from packtrain.pack.raw import (
     HIDDEN,
@@ -315,7 +323,7 @@ class GroundTruth(NamedTuple):
 
 def _ground_truth(paths: tuple[str, ...]) -> GroundTruth:
     path = paths[1]
-    if is_devkit(path):
+    if Path(path).is_dir() or is_archive(path):
         _refuse_synsets(paths)
         truth, meta = f"{path}: {TRUTH}", f"{path}: {META}"
         return GroundTruth(truth, _numbered(_rows(devkit_truth(path), truth), truth, devkit_synsets(path), meta))

@@ -179,27 +179,20 @@ _known_frame = lru_cache(maxsize=4096)(read_frame)
 
 def _header(jpeg: bytes | bytearray | memoryview) -> Iterator[tuple[int, int, int]]:
     """Yield the kind of each part of the header, and where it starts and ends; the last precedes coded pixels."""
-    at, kind = 2, 0
+    at, kind, last = 2, 0, len(jpeg) - 4
     if bytes(jpeg[:2]) != b"\xff\xd8":
         raise BadTiles("not a JPEG")
     while kind != _SOS:
-        at = _marker(jpeg, at)
+        while at <= last and jpeg[at] == jpeg[at + 1] == 0xFF:  # any number of them may precede a marker as padding
+            at += 1
+        if at > last or jpeg[at] != 0xFF:
+            raise BadTiles(f"the JPEG's header is damaged at byte {at}")
         kind = jpeg[at + 1]
         end = at + 2 + (jpeg[at + 2] << 8 | jpeg[at + 3])
         if kind in _STAND_ALONE or end < at + 4 or end > len(jpeg):
             raise BadTiles(f"the JPEG's header is damaged at byte {at}")
         yield kind, at, end
         at = end
-
-
-def _marker(jpeg: bytes | bytearray | memoryview, at: int) -> int:
-    """Return the place of the last 0xFF of the marker at `at`: any number of them may precede it as padding."""
-    last = len(jpeg) - 4
-    while at <= last and jpeg[at] == 0xFF:
-        if jpeg[at + 1] != 0xFF:
-            return at
-        at += 1
-    raise BadTiles(f"the JPEG's header is damaged at byte {at}")
 
 
 def _sampling(jpeg: bytes | bytearray | memoryview, at: int, end: int) -> tuple[int, tuple[int, int]]:

@@ -21,7 +21,7 @@ from dataclasses import asdict, dataclass, replace
 from statistics import fmean
 from typing import TYPE_CHECKING
 
-from packtrain.data.loader import Loader, Order, Position, rank_batches
+from packtrain.data.loader import Loader, Order, Position, RankBatches
 from packtrain.data.order import Ids, share, spread
 from packtrain.errors import PacktrainError
 from packtrain.fleet.doctor import Usable, documents
@@ -282,7 +282,7 @@ def _steps(engine: Engine, recipe: Recipe, world: World, order: Order, seconds: 
 
     settings = recipe.job.train
     micro = None if settings.micro_batch is None else settings.micro_batch.value
-    source = rank_batches(
+    source = RankBatches(
         order, lambda *which: pinned(recipe.batch(*which), world.device), Position(), world.rank, world.num_ranks,
         micro, recipe.prefetch,
         equal_counts=settings.exchange.shards_model,

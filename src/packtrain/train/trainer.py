@@ -21,7 +21,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext, suppress
 from dataclasses import dataclass, replace
 
-from packtrain.data.loader import STORE_SECONDS, LoadedBatch, Loader, rank_batches
+from packtrain.data.loader import STORE_SECONDS, LoadedBatch, Loader, RankBatches
 from packtrain.errors import PacktrainError
 from packtrain.job.job import TrainSettings
 from packtrain.observe.measure import measure_of
@@ -243,7 +243,7 @@ class Trainer:
         """Load this rank's part of every global batch, in the run's order, from the next position on."""
         settings, recipe = self._job.train, self._recipe
         return Loader(
-            rank_batches(
+            RankBatches(
                 training_order(recipe),
                 lambda *which: pinned(recipe.batch(*which), self._world.device),
                 self._progress.position,
