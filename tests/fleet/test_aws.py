@@ -26,7 +26,7 @@ from packtrain.errors import Mistake, PacktrainError
 from packtrain.fleet import release
 from packtrain.fleet.aws.checks import quota_code
 from packtrain.fleet.aws.fleet import AwsFleet, AwsSettings
-from packtrain.fleet.aws.lookup import trouble_of
+from packtrain.fleet.aws.launch import trouble_of
 from packtrain.fleet.aws.policy import ALL_RUNS, policy
 from packtrain.fleet.aws.region import AwsRefusal, AwsRegion, session_of, tag_value
 from packtrain.fleet.cloud import StillInUse, label_of, remove

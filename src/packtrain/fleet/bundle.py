@@ -78,21 +78,21 @@ class BundleWriter:
 
     def __init__(self, tar: tarfile.TarFile, root: str) -> None:
         self._tar, self._root = tar, root
-        self._sums: dict[str, str] = {}
+        self.sums: dict[str, str] = {}  # of what is in it so far
 
     def add_bytes(self, name: str, data: bytes, mode: int = 0o644) -> None:
         self._add(name, io.BytesIO(data), len(data), mode)
-        self._sums[name] = hashlib.sha256(data).hexdigest()
+        self.sums[name] = hashlib.sha256(data).hexdigest()
 
     def add_file(self, name: str, path: Path, sha256: str | None = None) -> None:
         """Add a file; one that does not have the expected digest is refused."""
         with path.open("rb") as file:
-            found = hashlib.file_digest(file, "sha256").hexdigest()
-            if sha256 is not None and found != sha256:
+            digest = hashlib.file_digest(file, "sha256").hexdigest()
+            if sha256 is not None and digest != sha256:
                 raise PacktrainError(f"{name}: does not have the hash that its manifest says; is the store damaged?")
             file.seek(0)
             self._add(name, file, path.stat().st_size, 0o644)
-        self._sums[name] = found
+        self.sums[name] = digest
 
     def add_object(self, store: Store, key: str, sha256: str | None = None) -> None:
         """Add an object of a store, by way of a file: one at a time is on the disk."""
@@ -100,10 +100,6 @@ class BundleWriter:
             copy = Path(scratch) / "object"
             store.get_file(key, copy)
             self.add_file(f"store/{key}", copy, sha256)
-
-    def add_sums(self) -> None:
-        lines = [f"{digest}  {name}\n" for name, digest in sorted(self._sums.items())]
-        self.add_bytes(SUMS, "".join(lines).encode())
 
     def _add(self, name: str, file: IO[bytes], size: int, mode: int) -> None:
         entry = tarfile.TarInfo(f"{self._root}/{name}")
@@ -116,17 +112,18 @@ def new_bundle(file: Path, root: str) -> Iterator[BundleWriter]:
     """Write a bundle; after an error or a kill there is none of that name, rather than half of one."""
     if not file.parent.is_dir():
         raise Mistake(f"--output {file}: there is no directory {file.parent}")
-    part = file.with_name(f".{file.name}.part")
+    unfinished = file.with_name(f".{file.name}.part")
     try:
-        with tarfile.open(part, "w", format=tarfile.PAX_FORMAT) as tar:
+        with tarfile.open(unfinished, "w", format=tarfile.PAX_FORMAT) as tar:
             writer = BundleWriter(tar, root)
             yield writer
-            writer.add_sums()
-        part.replace(file)
+            lines = [f"{digest}  {name}\n" for name, digest in sorted(writer.sums.items())]
+            writer.add_bytes(SUMS, "".join(lines).encode())
+        unfinished.replace(file)
     except OSError as error:
         raise Mistake(f"{file}: {error.strerror or error}; free some space, or choose another place") from None
     finally:
-        part.unlink(missing_ok=True)
+        unfinished.unlink(missing_ok=True)
 
 
 def add_wheels(writer: BundleWriter, wheels: WheelSet, target: WheelTarget, identity: str, run: str | None) -> None:
@@ -148,8 +145,8 @@ def add_wheels(writer: BundleWriter, wheels: WheelSet, target: WheelTarget, iden
     for name in (LOCK, SBOM):
         writer.add_file(name, wheels.directory / name)
     folders = {TOOLS: (wheels.pip,), "own": (wheels.own,), WHEELS: wheels.wheels}
-    for folder, found in folders.items():
-        for wheel in found:
+    for folder, packages in folders.items():
+        for wheel in packages:
             writer.add_file(f"{folder}/{wheel.file}", wheels.directory / folder / wheel.file, wheel.sha256)
 
 
@@ -179,20 +176,17 @@ class BundleFile:
     def __init__(self, path: Path) -> None:
         self.path = path
         try:
-            self._tar = tarfile.open(path, "r:")  # noqa: SIM115 - closed by `close`
+            self._tar = tarfile.open(path, "r:")  # noqa: SIM115 - closed by `__exit__`
             self._members = {self._name(member): member for member in self._tar}
         except (OSError, tarfile.TarError) as error:
             raise Mistake(f"{path}: is not a bundle ({error}); make it with `packtrain bundle`") from None
         self._sums = dict(self._read_sums())
 
-    def close(self) -> None:
-        self._tar.close()
-
     def __enter__(self) -> BundleFile:
         return self
 
     def __exit__(self, *_: object) -> None:
-        self.close()
+        self._tar.close()
 
     def names(self, *folders: str) -> list[str]:
         return sorted(name for name in self._members if name.partition("/")[0] in folders)
@@ -234,10 +228,10 @@ class BundleFile:
         return member.size
 
     def _name(self, member: tarfile.TarInfo) -> str:
-        parts = PurePosixPath(member.name).parts
-        if not member.isfile() or len(parts) < 2 or ".." in parts or parts[0] == "/":
+        folders = PurePosixPath(member.name).parts
+        if not member.isfile() or len(folders) < 2 or ".." in folders or folders[0] == "/":
             raise Mistake(f"{self.path}: is not a bundle; make it with `packtrain bundle`")
-        return "/".join(parts[1:])
+        return "/".join(folders[1:])
 
     def _read_sums(self) -> Iterator[tuple[str, str]]:
         member = self._members.get(SUMS)

@@ -14,6 +14,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from datetime import UTC, datetime
+from typing import Any
 
 from packtrain.backoff import Backoff
 from packtrain.errors import Mistake, NotFinished, PacktrainError
@@ -153,6 +154,14 @@ class CloudFleet(Fleet):
         """Delete what a run that has ended left here, until somebody resumes it: what is new then is needed."""
         provider, label = self.provider(), label_of(run)
         remove(lambda: [] if run.result() is None else provider.resources(label), provider, say)
+
+
+def field(document: Mapping[str, Any], *names: str) -> Any:
+    """Return a field of a provider's answer, or of an object in it; None if one of them is not there, or null."""
+    value: Any = document
+    for name in names:
+        value = (value or {}).get(name)
+    return value
 
 
 def label_of(run: Run) -> str:

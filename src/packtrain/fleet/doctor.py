@@ -92,6 +92,15 @@ def describe(store: str, create_store: bool) -> Here:
     models = [f"{len(sizes)} x {name}, {show_bytes(max(sizes))} each" for name, sizes in memories.items()]
     unreadable = f"a driver is loaded, but cannot be asked; run `{install_command('train')}`"
     memory = psutil.virtual_memory()
+    driver = "none from NVIDIA"
+    with suppress(OSError):  # the kernel's own words: NVIDIA's library may be missing
+        number = _DRIVER_VERSION.search(_DRIVER.read_text("utf-8"))
+        driver = f"NVIDIA {number[1]}" if number else "NVIDIA"
+    shared: list[Trait] = []
+    try:
+        check_shared_memory()
+    except Mistake as mistake:
+        shared = [Trait("shared", *fault_and_advice(mistake))]
     traits = (
         Trait("machine", socket.gethostname()),
         Trait("python", f"{'.'.join(map(str, sys.version_info[:3]))}  {sys.executable}"),
@@ -100,10 +109,10 @@ def describe(store: str, create_store: bool) -> Here:
         Trait("GPUs", "; ".join(models) or "none")
         if gpus or not _DRIVER.exists()
         else Trait("GPUs", "unknown", note=unreadable),
-        Trait("driver", _driver()),
+        Trait("driver", driver),
         Trait("cores", counted(usable_cores(), "core")),
         Trait("memory", f"{show_bytes(memory.total)}, {show_bytes(memory.available)} available"),
-        *_shared_memory(),
+        *shared,
         _disk(),
         _store(store, create_store),
     )
@@ -123,22 +132,6 @@ def _torch(has_gpus: bool) -> Trait:
         return Trait("torch", "damaged", f"run `{install_command('train')}` again")
     note = "install a build of torch with CUDA to use the GPUs" if has_gpus and built is None else ""
     return Trait("torch", f"{installed}, {f'CUDA {built[1]}' if built else 'no CUDA'}", note=note)
-
-
-def _driver() -> str:
-    """Return the version of NVIDIA's driver, from the kernel: its library may be missing."""
-    try:
-        number = _DRIVER_VERSION.search(_DRIVER.read_text("utf-8"))
-    except OSError:
-        return "none from NVIDIA"
-    return f"NVIDIA {number[1]}" if number else "NVIDIA"
-
-
-def _shared_memory() -> Iterator[Trait]:
-    try:
-        check_shared_memory()
-    except Mistake as mistake:
-        yield Trait("shared", *fault_and_advice(mistake))
 
 
 def _disk() -> Trait:
@@ -238,16 +231,15 @@ def _examine_rented(fleet: CloudFleet, location: str) -> Iterator[Check]:
         with visible_object(store):
             return store, store.supports_put_if_absent()
 
-    check, reached = tried("this machine", "store", reach, _reached_words)
+    def tell(reached: tuple[Store, bool]) -> str:
+        source = reached[0].key_source
+        return "reachable" if source is None else f"reachable with {source}, which machines do not get"
+
+    check, reached = tried("this machine", "store", reach, tell)
     yield check
     if reached is not None:
         yield _atomic_create("this machine", reached[1])
     yield from fleet.checks(reached[0] if reached else None)
-
-
-def _reached_words(reached: tuple[Store, bool]) -> str:
-    source = reached[0].key_source
-    return "reachable" if source is None else f"reachable with {source}, which machines do not get"
 
 
 def check_target(

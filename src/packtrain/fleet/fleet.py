@@ -98,12 +98,12 @@ class Check:
 
 
 def tried(
-    machine: str, step: str, ask: Callable[[], Answer], tell: Callable[[Any], str]
+    machine: str, step: str, ask: Callable[[], Answer], tell: Callable[[Any], str] | str
 ) -> tuple[Check, Answer | None]:
-    """Return a check of what may be refused, and the answer."""
+    """Return a check of what may be refused, and the answer; `tell` is a text, or makes one of the answer."""
     try:
         answer = ask()
-        return Check(machine, step, True, tell(answer)), answer
+        return Check(machine, step, True, tell if isinstance(tell, str) else tell(answer)), answer
     except PacktrainError as error:
         return Check(machine, step, False, *fault_and_advice(error)), None
 

@@ -42,6 +42,7 @@ from packtrain.fleet.fleet import (
     Releases,
     Say,
     Word,
+    fault_and_advice,
     missing_package,
     missing_programs,
     node_arguments,
@@ -50,7 +51,7 @@ from packtrain.fleet.fleet import (
     states_of,
     tried,
 )
-from packtrain.fleet.ibm_account import IbmAccount, IbmRefusal, Server, number_of
+from packtrain.fleet.ibm_account import IbmAccount, IbmRefusal, Server
 from packtrain.fleet.prices import list_price
 from packtrain.fleet.remote import Remote, Unreachable
 from packtrain.fleet.ssh import SshFleet, SshSettings, in_parallel
@@ -190,9 +191,9 @@ class IbmSettings(CloudBuilder):
     interface: Word | None = None
 
     @classmethod
-    def arrange(cls, given: dict[str, Any], problems: list[InitErrorDetails]) -> dict[str, Any]:  # noqa: ARG003
+    def arrange(cls, fields: dict[str, Any], problems: list[InitErrorDetails]) -> dict[str, Any]:  # noqa: ARG003
         # A node then ends its machine, which here means to cancel it.
-        return {**given, "power_off": True} if given.get("cancel_with") else given
+        return {**fields, "power_off": True} if fields.get("cancel_with") else fields
 
     def faults(self) -> Iterator[tuple[Location, str]]:
         if self.flavor is not None and (self.cpus is not None or self.memory is not None):
@@ -208,9 +209,6 @@ class IbmSettings(CloudBuilder):
             yield ("power_off",), "has no use: IBM bills a server that is off; use cancel_with, or `packtrain down`"
         if self.keep and self.cancel_with is not None:
             yield ("keep",), "is the opposite of cancel_with; use one of them"
-        yield from self._transient_faults()
-
-    def _transient_faults(self) -> Iterator[tuple[Location, str]]:
         if self.transient and not self.hourly:
             yield ("transient",), "servers are billed by the hour; omit hourly"
         if self.transient and self.local_disk:
@@ -262,7 +260,7 @@ class IbmFleet(CloudFleet, HasQueue, HasShell, Releases):
 
     def _slcli(self, run: Run, hostname: str) -> tuple[str, ...]:
         settings = self._settings
-        given = {
+        options = {
             "--hostname": hostname,
             "--domain": settings.domain,
             "--datacenter": settings.datacenter,
@@ -281,8 +279,8 @@ class IbmFleet(CloudFleet, HasQueue, HasShell, Releases):
         flags = {"--san": not settings.local_disk, "--private": settings.private, "--transient": settings.transient}
         return (
             *("slcli", "-y", "vs", "create"),
-            *(word for name, value in given.items() if value is not None for word in (name, str(value))),
-            *(name for name, wanted in flags.items() if wanted),
+            *(word for name, value in options.items() if value is not None for word in (name, str(value))),
+            *(name for name, is_on in flags.items() if is_on),
             *(word for size in settings.disks for word in ("--disk", str(size))),
             *(word for label in settings.keys for word in ("--key", label)),
             *(word for tag in allowed_tags(run) for word in ("--tag", tag)),
@@ -291,7 +289,7 @@ class IbmFleet(CloudFleet, HasQueue, HasShell, Releases):
     def _order(self, tags: Mapping[str, str], account: IbmAccount) -> dict[str, Any]:
         """Return what all servers of the run have in common, as the SDK takes it."""
         settings = self._settings
-        given = {
+        fields = {
             "domain": settings.domain,
             "datacenter": settings.datacenter,
             "hourly": settings.hourly,
@@ -311,7 +309,7 @@ class IbmFleet(CloudFleet, HasQueue, HasShell, Releases):
             "post_uri": settings.post_install,
             "userdata": json.dumps(tags),
         }
-        return {name: value for name, value in given.items() if value is not None}
+        return {name: value for name, value in fields.items() if value is not None}
 
     def check(self, job: Job, store: Store, say: Say = silent) -> None:
         for name in self._settings.cancel_with or ():
@@ -330,68 +328,75 @@ class IbmFleet(CloudFleet, HasQueue, HasShell, Releases):
         say(f"IBM bills servers until they are canceled; {end}`{run.command('down')}` does that")
         servers = self._prepared(run, self._until_ready(run, account, say), say)
         by_host = {plan.machine: plan for plan in plans}
-        starts = [self._start_plan(by_host[one.hostname], one) for one in servers]
+        starts = [by_host[server.hostname] for server in servers]
+        if self._settings.interface is None:
+            # Workers talk over IBM's private network, although ssh may come in at the public address.
+            starts = [
+                replace(
+                    plan, arguments=(*plan.arguments[:-1], f"{plan.arguments[-1]} --address {server.private_address}")
+                )
+                for plan, server in zip(starts, servers, strict=True)
+            ]
         self._over_ssh(run, servers).start(run, starts, tied=False, say=say)
-
-    def _start_plan(self, plan: LaunchPlan, server: Server) -> LaunchPlan:
-        if self._settings.interface is not None:
-            return plan
-        # Workers talk over IBM's private network, although ssh may come in at the public address.
-        command = f"{plan.arguments[-1]} --address {server.private_address}"
-        return replace(plan, arguments=(*plan.arguments[:-1], command))
 
     def _order_missing(self, run: Run, account: IbmAccount, say: Say) -> None:
         settings, label = self._settings, label_of(run)
-        there = {number_of(one) for one in account.servers(label) if not one.is_canceled}
-        wanted = [number for number in range(1, settings.machines.most + 1) if number not in there]
-        if not wanted:
+
+        def ordered() -> set[int]:
+            return {server.number for server in account.servers(label) if not server.is_canceled}
+
+        missing = sorted(set(range(1, settings.machines.most + 1)) - ordered())
+        if not missing:
             return
         order = self._order(tags_of(run), account)
-        account.verify({**order, "hostname": f"{label}-{wanted[0]}"}, settings)
-        for number in wanted:
+        account.verify({**order, "hostname": f"{label}-{missing[0]}"}, settings)
+        for number in missing:
             say(f"ordering {settings.flavor or 'a virtual server'} in {settings.datacenter}: {label}-{number}")
             try:
                 account.order({**order, "hostname": f"{label}-{number}"}, label, allowed_tags(run))
             except PacktrainError as error:
                 # The order may be placed, and only the answer or the tags be missing.
-                there = {number_of(one) for one in account.servers(label) if not one.is_canceled}
-                if number in there:
+                numbers = ordered()
+                if number in numbers:
                     continue
-                enough = len(there) >= settings.machines.least
+                enough = len(numbers) >= settings.machines.least
                 if not enough or not isinstance(error, IbmRefusal) or not error.is_temporary:
                     raise
-                say(f"{error}; continuing with {len(there)} of {settings.machines.most} servers")
+                say(f"{error}; continuing with {len(numbers)} of {settings.machines.most} servers")
                 return
 
     def _until_ready(self, run: Run, account: IbmAccount, say: Say) -> list[Server]:
         """Return the servers when IBM has provisioned them; after the limit those that it has, if they are enough."""
-        machines, said, switched = self._settings.machines, dict[str, str](), set[int]()
+        machines, states, switched = self._settings.machines, dict[str, str](), set[int]()
         backoff = Backoff(0.5, 15.0, limit_seconds=self._settings.provision.value)
         while True:
             servers = self._only_one_of_each(account.servers(label_of(run)), account)
-            for one in servers:
-                if said.get(one.hostname) != one.state:
-                    said[one.hostname] = one.state
-                    say(f"{one.hostname}: {one.state}")
-            ready = [one for one in servers if one.is_ready and one.private_address and self._address(one)]
-            for one in servers:
-                if one.is_off and one.id not in switched:
-                    switched.add(one.id)
-                    account.switch_on(one.id)
+            for server in servers:
+                if states.get(server.hostname) != server.state:
+                    states[server.hostname] = server.state
+                    say(f"{server.hostname}: {server.state}")
+                if server.is_off and server.id not in switched:
+                    switched.add(server.id)
+                    account.switch_on(server.id)
+            late = [
+                server
+                for server in servers
+                if not (server.is_ready and server.private_address and self._address(server))
+            ]
+            ready = [server for server in servers if server not in late]
             if len(servers) < machines.least:
                 raise PacktrainError(f"IBM lists {len(servers)} of the {machines.least} servers; it took the others")
-            if len(ready) == len(servers):
+            if not late:
                 return ready
             if not backoff.wait():
                 break
-        late = [one for one in servers if one not in ready]
         if len(ready) < machines.least:
-            states = states_of([one.machine for one in late])
-            raise PacktrainError(f"only {len(ready)} of {machines.least} servers are ready after the limit: {states}")
-        for one in late:  # nobody would start a node there later
-            say(f"{one.hostname} is not ready after the limit; continuing without it, and canceling it")
+            reasons = states_of([server.machine for server in late])
+            raise PacktrainError(f"only {len(ready)} of {machines.least} servers are ready after the limit: {reasons}")
+        for server in late:  # nobody would start a node there later
+            say(f"{server.hostname} is not ready after the limit; continuing without it, and canceling it")
             with suppress(StillInUse):  # then the end of the run does
-                account.cancel(one.id)
+                account.cancel(server.id)
         return ready
 
     def _only_one_of_each(self, servers: Sequence[Server], account: IbmAccount) -> list[Server]:
@@ -399,18 +404,16 @@ class IbmFleet(CloudFleet, HasQueue, HasShell, Releases):
 
         IBM's orders have no tokens that would prevent the latter. The older one stays, for both clients.
         """
-        kept: dict[str, Server] = {}
-        for one in servers:  # by number, and then by id
-            if one.is_canceled:
+        by_host: dict[str, Server] = {}
+        for server in servers:  # by number, and then by id
+            if server.is_canceled:
                 continue
-            if one.hostname not in kept and number_of(one) <= self._settings.machines.most:
-                kept[one.hostname] = one
+            if server.hostname not in by_host and server.number <= self._settings.machines.most:
+                by_host[server.hostname] = server
                 continue
-            try:
-                account.cancel(one.id)
-            except StillInUse:
-                continue  # the next look tries again
-        return list(kept.values())
+            with suppress(StillInUse):  # the next look tries again
+                account.cancel(server.id)
+        return list(by_host.values())
 
     def _prepared(self, run: Run, servers: Sequence[Server], say: Say) -> list[Server]:
         """Return the servers that ssh gets into, with their second disk mounted and, if they have a GPU, its driver."""
@@ -467,25 +470,25 @@ class IbmFleet(CloudFleet, HasQueue, HasShell, Releases):
         return Remote(server.hostname, words, tuple(variables.items()))
 
     def _over_ssh(self, run: Run, servers: Sequence[Server]) -> SshFleet:
-        settings, known = self._settings, {one.hostname: one for one in servers}
+        settings, by_host = self._settings, {server.hostname: server for server in servers}
         reached = SshSettings(
-            hosts=tuple(known),
-            machines=Machines(min(settings.machines.least, len(known)), len(known)),
+            hosts=tuple(by_host),
+            machines=Machines(min(settings.machines.least, len(by_host)), len(by_host)),
             python=settings.python,
             bundle=settings.bundle,
             interface=settings.interface,
         )
-        return SshFleet(reached, lambda host: self._remote(run, known[host]))
+        return SshFleet(reached, lambda host: self._remote(run, by_host[host]))
 
     def machines(self, run: Run) -> list[Machine]:
         servers = self.provider().servers(label_of(run))
-        ready = [one for one in servers if one.is_ready]
-        others = [one.machine for one in servers if not one.is_ready]
-        return [*(self._over_ssh(run, ready).machines(run) if ready else []), *others]
+        ready = [server for server in servers if server.is_ready]
+        unready = [server.machine for server in servers if not server.is_ready]
+        return [*(self._over_ssh(run, ready).machines(run) if ready else []), *unready]
 
     def queue(self, run: Run) -> str | None:
         try:
-            return states_of([one.machine for one in self.provider().servers(label_of(run))])
+            return states_of([server.machine for server in self.provider().servers(label_of(run))])
         except PacktrainError:
             return None  # no credentials here, or no answer; the store still has one
 
@@ -503,11 +506,11 @@ class IbmFleet(CloudFleet, HasQueue, HasShell, Releases):
             known_hosts(run).unlink(missing_ok=True)
 
     def shell(self, run: Run, machine: str | None) -> tuple[str, ...]:
-        servers = [one for one in self.provider().servers(label_of(run)) if one.is_ready]
+        servers = [server for server in self.provider().servers(label_of(run)) if server.is_ready]
         if not servers:
             raise Mistake(f"{run.name}: no server to open a shell on; `packtrain ls` shows their state")
         addresses = [lease.address for lease in run.leases() if lease.node == machine]
-        named = [one.hostname for one in servers if one.private_address in addresses]
+        named = [server.hostname for server in servers if server.private_address in addresses]
         return self._over_ssh(run, servers).shell(run, named[0] if named else machine)
 
     def checks(self, store: Store | None) -> Iterator[Check]:
@@ -517,11 +520,11 @@ class IbmFleet(CloudFleet, HasQueue, HasShell, Releases):
         yield check
         if user is None:
             return
-        check, words = tried(place, "price list", lambda: account.unknown_words(settings), lambda _: "readable")
+        check, words = tried(place, "price list", lambda: account.unknown_words(settings), "readable")
         yield check
-        for field, mistake in (words or {}).items():
-            fault, _, advice = str(mistake or "").partition("; ")
-            yield Check(place, field, mistake is None, fault or f"{getattr(settings, field)} is sold", advice)
+        for name, mistake in (words or {}).items():
+            sold = Check(place, name, True, f"{getattr(settings, name)} is sold")
+            yield sold if mistake is None else Check(place, name, False, *fault_and_advice(mistake))
         for label in settings.keys:
             yield tried(place, "key", partial(account.key_ids, [label]), f"{label}: {{0[0]}}".format)[0]
         if settings.image is not None:
@@ -529,20 +532,20 @@ class IbmFleet(CloudFleet, HasQueue, HasShell, Releases):
         for name in settings.cancel_with or ():
             advice = "" if name in os.environ else "export it before the run"
             yield Check(place, "cancel_with", not advice, f"{name} is {'not ' if advice else ''}set here", advice)
-        yield tried(place, "order", lambda: self._verify_order(account), lambda _: "IBM would accept it")[0]
-        yield tried(place, "leftovers", lambda: account.servers(None), _left_words)[0]
+
+        def verify() -> None:
+            account.verify({**self._order({}, account), "hostname": "packtrain-doctor-00000000-1"}, settings)
+
+        yield tried(place, "order", verify, "IBM would accept it")[0]
+        yield tried(
+            place,
+            "leftovers",
+            lambda: ", ".join(server.hostname for server in account.servers(None)),
+            lambda names: f"servers of runs: {names}; see `packtrain down --all`" if names else "nothing",
+        )[0]
         if store is not None and store.is_directory:
             advice = "mount it by image or post_install, or use a bucket"
             yield Check(place, "store", False, f"{store.url}: not known if servers have it", advice, skipped=True)
-
-    def _verify_order(self, account: IbmAccount) -> None:
-        order = self._order({}, account)
-        account.verify({**order, "hostname": "packtrain-doctor-00000000-1"}, self._settings)
-
-
-def _left_words(servers: Sequence[Server]) -> str:
-    names = ", ".join(one.hostname for one in servers)
-    return f"servers of runs: {names}; see `packtrain down --all`" if names else "nothing"
 
 
 def known_hosts(run: Run) -> Path:
@@ -557,28 +560,27 @@ def allowed_tags(run: Run) -> list[str]:
     return [f"{name}:{re.sub(r'[^A-Za-z0-9 ._:-]', '_', value)}"[:128] for name, value in tags_of(run).items()]
 
 
-def cancel_own(endpoint: str, server: int, user: str, key: str) -> None:
+def main(words: Sequence[str]) -> None:
     """Cancel this server, without the SDK, which servers do not have; try for as long as the node waits."""
-    headers: dict[str, Any] = {"SoftLayer_Virtual_GuestInitParameters": {"id": server}}
+    endpoint, number, *names = words
+    user, key = (os.environ[name] for name in names)
+    headers: dict[str, Any] = {"SoftLayer_Virtual_GuestInitParameters": {"id": int(number)}}
     basic = base64.b64encode(f"{user}:{key}".encode()).decode()
     if user != "apikey":  # the name of all users of IBM Cloud's newer keys, which go into HTTP's own header
         headers["authenticate"] = {"username": user, "apiKey": key}
-    own = [("Authorization", f"Basic {basic}")] if user == "apikey" else []
+    login = [("Authorization", f"Basic {basic}")] if user == "apikey" else []
     backoff = Backoff(1.0, 10.0, limit_seconds=_CANCEL_SECONDS)
     while True:
         try:
-            with xmlrpc.client.ServerProxy(f"{endpoint}SoftLayer_Virtual_Guest", headers=own, allow_none=True) as guest:
+            with xmlrpc.client.ServerProxy(
+                f"{endpoint}SoftLayer_Virtual_Guest", headers=login, allow_none=True
+            ) as guest:
                 guest.deleteObject({"headers": headers})
             return
         except (OSError, xmlrpc.client.Error) as error:
             if not backoff.wait():
-                said = error.faultString if isinstance(error, xmlrpc.client.Fault) else error
-                raise PacktrainError(f"cannot cancel server {server}: {said}") from None
-
-
-def main(words: Sequence[str]) -> None:
-    place, number, *names = words
-    cancel_own(place, int(number), *(os.environ[name] for name in names))
+                reason = error.faultString if isinstance(error, xmlrpc.client.Fault) else error
+                raise PacktrainError(f"cannot cancel server {number}: {reason}") from None
 
 
 if __name__ == "__main__":

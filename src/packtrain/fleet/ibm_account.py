@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 from packtrain.backoff import Backoff
 from packtrain.errors import FieldMistake, Mistake, PacktrainError, harmless, nearest
-from packtrain.fleet.cloud import Provider, Resource, StillInUse
+from packtrain.fleet.cloud import Provider, Resource, StillInUse, field
 from packtrain.fleet.fleet import Machine
 from packtrain.identity import install_command
 
@@ -50,11 +50,11 @@ class IbmRefusal(Mistake):
     """IBM refuses a call. `is_temporary`: for lack of room or quota; other servers may still be had."""
 
     def __init__(self, code: object, text: str) -> None:
-        said = f"{code} {text}"
-        advice = next((advice for pattern, advice in _ADVICE if re.search(pattern, said, re.IGNORECASE)), None)
+        answer = f"{code} {text}"
+        advice = next((advice for pattern, advice in _ADVICE if re.search(pattern, answer, re.IGNORECASE)), None)
         super().__init__(f"IBM Cloud: {harmless(text).strip().rstrip('.')}{f'; {advice}' if advice else ''}")
-        self.is_temporary = re.search(_TEMPORARY, said, re.IGNORECASE) is not None
-        self.is_gone = re.search(_GONE, said) is not None
+        self.is_temporary = re.search(_TEMPORARY, answer, re.IGNORECASE) is not None
+        self.is_gone = re.search(_GONE, answer) is not None
 
 
 @dataclass(frozen=True)
@@ -78,20 +78,24 @@ class Server:
         return match[1] if match else ""
 
     @property
+    def number(self) -> int:
+        match = _SERVER.fullmatch(self.hostname)
+        return int(match[2]) if match else 0
+
+    @property
     def machine(self) -> Machine:
         return Machine(self.hostname, self.state, self.is_canceled or self.is_off)
 
 
-def _server(found: Mapping[str, Any]) -> Server:
-    provisioned = bool(found.get("provisionDate"))
-    active = found.get("activeTransaction") or {}
-    status = active.get("transactionStatus") or {}
-    doing = str(status.get("friendlyName") or "").strip()
-    billing = found.get("billingItem") or {}
+def _server(listing: Mapping[str, Any]) -> Server:
+    provisioned, active = bool(listing.get("provisionDate")), field(listing, "activeTransaction")
+    doing = str(field(listing, "activeTransaction", "transactionStatus", "friendlyName") or "").strip()
+    transaction = f"{field(listing, 'activeTransaction', 'transactionStatus', 'name')} {doing}"
+    billing = listing.get("billingItem")
     # A new server may not be in the bills yet, and one that was canceled is not in them any more.
-    canceled = bool(billing.get("cancellationDate") or (provisioned and not billing))
-    canceled = canceled or re.search(_ENDING, f"{status.get('name')} {doing}", re.IGNORECASE) is not None
-    off = provisioned and not active and (found.get("powerState") or {}).get("keyName") == "HALTED"
+    canceled = bool(field(listing, "billingItem", "cancellationDate") or (provisioned and not billing))
+    canceled = canceled or re.search(_ENDING, transaction, re.IGNORECASE) is not None
+    off = provisioned and not active and field(listing, "powerState", "keyName") == "HALTED"
     reason = f" ({doing})" if doing else ""
     if canceled:
         state = "being canceled"
@@ -100,16 +104,16 @@ def _server(found: Mapping[str, Any]) -> Server:
     else:
         state = "switched off, still billed" if off else f"busy{reason}" if active else "provisioned"
     return Server(
-        int(found["id"]),
-        str(found.get("hostname") or "").lower(),
-        str((found.get("datacenter") or {}).get("name") or "?"),
-        found.get("primaryIpAddress") or None,
-        found.get("primaryBackendIpAddress") or None,
-        harmless(state),
-        provisioned and not active and not off and not canceled,
-        off,
-        canceled,
-        _notes(found.get("userData") or ()),
+        id=int(listing["id"]),
+        hostname=str(listing.get("hostname") or "").lower(),
+        datacenter=str(field(listing, "datacenter", "name") or "?"),
+        address=listing.get("primaryIpAddress") or None,
+        private_address=listing.get("primaryBackendIpAddress") or None,
+        state=harmless(state),
+        is_ready=provisioned and not active and not off and not canceled,
+        is_off=off,
+        is_canceled=canceled,
+        notes=_notes(listing.get("userData") or ()),
     )
 
 
@@ -151,9 +155,9 @@ class IbmAccount(Provider):
         """The address of the API for servers: IBM's on its private network, unless the person has set another one."""
         from SoftLayer import consts
 
-        given = str(self._client.transport.endpoint_url).rstrip("/")
-        is_common = given == consts.API_PUBLIC_ENDPOINT.rstrip("/") or "/rest" in given  # a server speaks XML-RPC
-        return consts.API_PRIVATE_ENDPOINT if is_common else f"{given}/"
+        url = str(self._client.transport.endpoint_url).rstrip("/")
+        is_common = url == consts.API_PUBLIC_ENDPOINT.rstrip("/") or "/rest" in url  # a server speaks XML-RPC
+        return consts.API_PRIVATE_ENDPOINT if is_common else f"{url}/"
 
     def _ask(self, work: Callable[[Any], Answer]) -> Answer:
         """Return the answer of the SDK's manager of virtual servers; its errors become one line."""
@@ -177,17 +181,19 @@ class IbmAccount(Provider):
     def servers(self, label: str | None) -> list[Server]:
         """Return the servers of a run, or of all runs, by the numbers in their names; also what is being canceled."""
         start = "packtrain-" if label is None else f"{label}-"
-        found = self._ask(lambda manager: manager.list_instances(hostname=f"{start}*", mask=_MASK))
-        servers = [_server(one) for one in found]
-        own = [one for one in servers if one.label and label in (None, one.label)]
-        return sorted(own, key=lambda one: (one.label, number_of(one), one.id))
+        listings = self._ask(lambda manager: manager.list_instances(hostname=f"{start}*", mask=_MASK))
+        servers = [_server(listing) for listing in listings]
+        of_runs = [server for server in servers if server.label and label in (None, server.label)]
+        return sorted(of_runs, key=lambda server: (server.label, server.number, server.id))
 
     def resources(self, label: str | None) -> list[Resource]:
-        found = [
-            (one, Resource.tagged("virtual server", f"{one.hostname} ({one.id})", one.datacenter, one.notes))
-            for one in self.servers(label)
+        return [
+            replace(
+                Resource.tagged("virtual server", f"{server.hostname} ({server.id})", server.datacenter, server.notes),
+                label=server.label,
+            )
+            for server in self.servers(label)
         ]
-        return [replace(resource, label=one.label) for one, resource in found]
 
     def delete(self, resource: Resource) -> None:
         self.cancel(int(resource.name.rpartition("(")[2].rstrip(")")))
@@ -199,13 +205,13 @@ class IbmAccount(Provider):
         except IbmRefusal as refused:
             if refused.is_gone:
                 return
-            left = [one for one in self.servers(None) if one.id == server and not one.is_canceled]
-            if not left:
+            remaining = [listed for listed in self.servers(None) if listed.id == server and not listed.is_canceled]
+            if not remaining:
                 return  # gone by now, or somebody else has canceled it
-            if left[0].is_ready or left[0].is_off:
+            if remaining[0].is_ready or remaining[0].is_off:
                 raise
             # IBM does not cancel a server in the middle of a transaction, such as its provisioning.
-            raise StillInUse(f"{left[0].hostname}: {left[0].state}") from None
+            raise StillInUse(f"{remaining[0].hostname}: {remaining[0].state}") from None
 
     def switch_on(self, server: int) -> None:
         self._ask(lambda manager: manager.guest.powerOn(id=server))
@@ -216,50 +222,47 @@ class IbmAccount(Provider):
             self._ask(lambda manager: manager.verify_create_instance(**order))
         except IbmRefusal as refused:
             with suppress(IbmRefusal):  # what IBM sells cannot be asked either: the first refusal says why
-                self._explain(settings)
+                if mistake := next(filter(None, self.unknown_words(settings).values()), None):
+                    raise mistake from None
             raise refused from None
 
     def user(self) -> str:
         """Return the name of the user whose key this is."""
-        found = self._ask(lambda manager: manager.client.call("Account", "getCurrentUser", mask="mask[username]"))
-        return harmless(str(found.get("username") or "unknown"))
-
-    def _explain(self, settings: IbmSettings) -> None:
-        """Raise a mistake that names the field, if IBM does not know the word in it."""
-        for mistake in self.unknown_words(settings).values():
-            if mistake is not None:
-                raise mistake
+        user = self._ask(lambda manager: manager.client.call("Account", "getCurrentUser", mask="mask[username]"))
+        return harmless(str(user.get("username") or "unknown"))
 
     def unknown_words(self, settings: IbmSettings) -> dict[str, FieldMistake | None]:
         """Return the mistake, if there is one, in each field that has a word of IBM's price list."""
-        found = self._ask(lambda manager: manager.guest.getCreateObjectOptions())
-        templates = [one.get("template", {}) for kind in found.values() for one in kind if isinstance(one, Mapping)]
-        flavors = {one.get("supplementalCreateObjectOptions", {}).get("flavorKeyName") for one in templates}
-        known: dict[str, set[str | None]] = {
-            "datacenter": {one.get("datacenter", {}).get("name") for one in templates},
-            "flavor": flavors,
-            "os": {one.get("operatingSystemReferenceCode") for one in templates},
+        options = self._ask(lambda manager: manager.guest.getCreateObjectOptions())
+        templates = [
+            option.get("template", {}) for kind in options.values() for option in kind if isinstance(option, Mapping)
+        ]
+        places = {
+            "datacenter": ("datacenter", "name"),
+            "flavor": ("supplementalCreateObjectOptions", "flavorKeyName"),
+            "os": ("operatingSystemReferenceCode",),
         }
         mistakes: dict[str, FieldMistake | None] = {}
-        for field, words in known.items():
-            given, names = getattr(settings, field), {word for word in words if word}
-            if given is None:
+        for name, place in places.items():
+            word, words = getattr(settings, name), {field(template, *place) for template in templates} - {None, ""}
+            if word is None:
                 continue
-            fault = f"IBM sells no {given!r}; {_near(given, names)}"
-            is_known = not names or given in names or given.endswith("_LATEST")
-            mistakes[field] = None if is_known else FieldMistake(f"fleet.ibm.{field}", fault)
+            hint = nearest(word, words)
+            hint = hint if hint.startswith("did you") else "see `slcli vs create-options`"
+            is_sold = not words or word in words or word.endswith("_LATEST")
+            mistakes[name] = None if is_sold else FieldMistake(f"fleet.ibm.{name}", f"IBM sells no {word!r}; {hint}")
         return mistakes
 
     def key_ids(self, labels: Sequence[str]) -> list[int]:
         from SoftLayer import SshKeyManager
 
-        found = self._ask(lambda _: SshKeyManager(self._client).list_keys()) if labels else []
-        known = {str(key["label"]): int(key["id"]) for key in found}
+        keys = self._ask(lambda _: SshKeyManager(self._client).list_keys()) if labels else []
+        ids = {str(key["label"]): int(key["id"]) for key in keys}
         for label in labels:
-            if label not in known:
+            if label not in ids:
                 advice = "add it with `slcli sshkey add`"
                 raise FieldMistake("fleet.ibm.keys", f"no ssh key {label!r} in the account; {advice}")
-        return [known[label] for label in labels]
+        return [ids[label] for label in labels]
 
     def image_guid(self, image: str) -> str:
         """Return the GUID of an image, which an order needs, by its GUID, id or name."""
@@ -273,15 +276,15 @@ class IbmAccount(Provider):
             if image.isdigit():
                 return [images.get_image(int(image), mask="id,name,globalIdentifier")]
             named = [*images.list_private_images(name=image), *images.list_public_images(name=image)]
-            return [one for one in named if one.get("name") == image]  # the filter ignores case
+            return [candidate for candidate in named if candidate.get("name") == image]  # the filter ignores case
 
         try:
-            found = self._ask(find)
+            candidates = self._ask(find)
         except IbmRefusal as refused:
             if not refused.is_gone:
                 raise
-            found = []
-        guids = {str(one["globalIdentifier"]) for one in found if one}
+            candidates = []
+        guids = {str(candidate["globalIdentifier"]) for candidate in candidates if candidate}
         if len(guids) != 1:
             fault = "no such image" if not guids else "several images have that name; use the id"
             raise FieldMistake("fleet.ibm.image", f"{image!r}: {fault}; see `slcli image list`")
@@ -292,17 +295,7 @@ class IbmAccount(Provider):
         server = int(self._ask(lambda manager: manager.create_instance(**order))["id"])
         self._ask(lambda manager: manager.set_tags(",".join(tags), guest_id=server))
         backoff = Backoff(0.5, 5.0, limit_seconds=_LISTED_SECONDS)
-        while not any(one.id == server for one in self.servers(label)):
+        while not any(listed.id == server for listed in self.servers(label)):
             if not backoff.wait():
                 self.cancel(server)
                 raise PacktrainError(f"IBM does not list server {server}, which it sold just now; it was canceled")
-
-
-def _near(word: str, known: set[str]) -> str:
-    hint = nearest(word, known)
-    return hint if hint.startswith("did you") else "see `slcli vs create-options`"
-
-
-def number_of(server: Server) -> int:
-    match = _SERVER.fullmatch(server.hostname)
-    return int(match[2]) if match else 0

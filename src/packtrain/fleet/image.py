@@ -212,8 +212,8 @@ class ImageBuilder:
             self._run("pull", "--platform", platform, base)
         if self.program == "docker":
             listed = json.loads(self._quiet("image", "inspect", "--format", "{{json .RepoDigests}}", base) or "null")
-            digests = [_DIGEST.search(one) for one in listed or ()]
-            digest = next((one[0] for one in digests if one), None)
+            digests = [_DIGEST.search(reference) for reference in listed or ()]
+            digest = next((match[0] for match in digests if match), None)
         elif self.program == "podman":
             digest = (self._quiet("image", "inspect", "--format", "{{.Digest}}", base) or "").strip()
         else:
@@ -233,18 +233,18 @@ class ImageBuilder:
         """Write the image as an archive that all three can load; the file is complete or not there."""
         if not file.parent.is_dir():
             raise Mistake(f"--save {file}: there is no directory {file.parent}")
-        part = file.with_name(f".{file.name}.part")
-        part.unlink(missing_ok=True)  # podman and buildah do not replace an archive
+        unfinished = file.with_name(f".{file.name}.part")
+        unfinished.unlink(missing_ok=True)  # podman and buildah do not replace an archive
         try:
             if self.program == "buildah":
-                self._run("push", name, f"docker-archive:{part}:{_full(name)}")
+                self._run("push", name, f"docker-archive:{unfinished}:{_full(name)}")
             elif self.program == "podman":
-                self._run("save", "--format", "docker-archive", "--output", str(part), name)
+                self._run("save", "--format", "docker-archive", "--output", str(unfinished), name)
             else:
-                self._run("save", "--output", str(part), name)
-            part.replace(file)
+                self._run("save", "--output", str(unfinished), name)
+            unfinished.replace(file)
         finally:
-            part.unlink(missing_ok=True)
+            unfinished.unlink(missing_ok=True)
 
     def load(self, file: Path) -> str:
         """Load an archive and return the name of its image."""
@@ -253,8 +253,8 @@ class ImageBuilder:
         if self.program == "buildah":
             return self._run("pull", f"docker-archive:{file}")[-1].strip()
         lines = self._run("load", "--input", str(file))
-        found = [re.search(r"Loaded image(?:\(s\)| ID)?: *(\S+)", line) for line in lines]
-        names = [match[1] for match in found if match]
+        matches = [re.search(r"Loaded image(?:\(s\)| ID)?: *(\S+)", line) for line in lines]
+        names = [match[1] for match in matches if match]
         if not names:
             raise Mistake(f"{file}: {self.program} found no image in it; save it again with `packtrain image --save`")
         return names[-1]
@@ -264,23 +264,22 @@ class ImageBuilder:
         self._run("tag", name, destination)
         if self.program == "docker":
             lines = self._run("push", destination)
-            found = _DIGEST.search(lines[-1] if lines else "")
-            digest = found[0] if found else None
+            match = _DIGEST.search(lines[-1] if lines else "")
+            digest = match[0] if match else None
         else:
             with tempfile.TemporaryDirectory() as scratch:
                 written = Path(scratch) / "digest"
                 self._run("push", "--digestfile", str(written), destination)
                 digest = written.read_text("utf-8").strip()
-        return f"{_without_tag(destination)}@{digest}" if digest else destination
+        folder, slash, name_and_tag = destination.rpartition("/")
+        return f"{folder}{slash}{name_and_tag.partition(':')[0]}@{digest}" if digest else destination
 
     def _quiet(self, *words: str) -> str | None:
         """Return what a command prints; None if it fails."""
         if self.program == "buildah" and words[:2] == ("image", "inspect"):
             words = ("inspect", "--type", "image", *words[2:])
-        done = subprocess.run(
-            [self.program, *words], capture_output=True, encoding="utf-8", errors="replace", check=False
-        )
-        return done.stdout if done.returncode == 0 else None
+        ended = _run_quietly(self.program, *words)
+        return ended.stdout if ended.returncode == 0 else None
 
     def _run(self, *words: str) -> list[str]:
         """Run a command, hand on each of its lines, and return the last ones."""
@@ -312,35 +311,35 @@ _ADVICE = (
 
 def _failure(program: str, words: Sequence[str], lines: Sequence[str]) -> str:
     # Builders repeat the command of a step, and their last line only says that it failed: what it printed says why.
-    own = [line for line in lines if "RUN " not in line]
-    wrong = [line for line in own if re.search(r"error|denied|wheels are for|no space", line, re.IGNORECASE)]
-    text = (wrong or own or ["failed without a message"])[-1]
+    outputs = [line for line in lines if "RUN " not in line]
+    errors = [line for line in outputs if re.search(r"error|denied|wheels are for|no space", line, re.IGNORECASE)]
+    text = (errors or outputs or ["failed without a message"])[-1]
     advice = next((advice for pattern, advice in _ADVICE if re.search(pattern, text, re.IGNORECASE)), "")
     cleaned = re.sub(r"^(?:error|fata\[\d+\])[: ]*", "", text.strip(), flags=re.IGNORECASE)
     return f"{program} {words[0]}: {cleaned}" + (f"; {advice.format(program=program)}" if advice else "")
 
 
-def find_builder(wanted: str | None, say: Callable[[str], None]) -> ImageBuilder:
+def find_builder(program: str | None, say: Callable[[str], None]) -> ImageBuilder:
     """Return the builder that is asked for, or else the first one that works here."""
-    if wanted is not None and wanted not in BUILDERS:
-        raise Mistake(f"--builder {quoted(wanted)}: {nearest(wanted, BUILDERS)}")
+    if program is not None and program not in BUILDERS:
+        raise Mistake(f"--builder {quoted(program)}: {nearest(program, BUILDERS)}")
     faults = []
-    for program in (wanted,) if wanted is not None else BUILDERS:
-        fault = _fault_of(program)
-        if fault is None:
-            return ImageBuilder(program, say)
-        faults.append(f"{program} {fault}")
+    for candidate in BUILDERS if program is None else (program,):
+        if shutil.which(candidate) is None:
+            faults.append(f"{candidate} is not installed")
+            continue
+        # docker's client is often there without a server that answers.
+        probe = ["--format", "{{.Server.Version}}"] if candidate == "docker" else []
+        ended = _run_quietly(candidate, "version", *probe)
+        if ended.returncode == 0:
+            return ImageBuilder(candidate, say)
+        lines = ended.stderr.strip().splitlines() or ["does not work"]
+        faults.append(f"{candidate} does not work ({lines[-1]})")
     raise Mistake(f"no program to build images: {'; '.join(faults)}; install one, or write the Dockerfile with --write")
 
 
-def _fault_of(program: str) -> str | None:
-    if shutil.which(program) is None:
-        return "is not installed"
-    # docker's client is often there without a server that answers.
-    probe = ["version", "--format", "{{.Server.Version}}"] if program == "docker" else ["version"]
-    done = subprocess.run([program, *probe], capture_output=True, encoding="utf-8", errors="replace", check=False)
-    lines = done.stderr.strip().splitlines() or ["does not work"]
-    return None if done.returncode == 0 else f"does not work ({lines[-1]})"
+def _run_quietly(*words: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(words, capture_output=True, encoding="utf-8", errors="replace", check=False)
 
 
 def _full(name: str) -> str:
@@ -349,11 +348,6 @@ def _full(name: str) -> str:
     has_registry = "/" in name and ("." in first or ":" in first or first == "localhost")
     tagged = name if ":" in name.rpartition("/")[2] else f"{name}:latest"
     return tagged if has_registry else f"localhost/{tagged}"
-
-
-def _without_tag(name: str) -> str:
-    folder, slash, last = name.rpartition("/")
-    return f"{folder}{slash}{last.partition(':')[0]}"
 
 
 def command_to_build(context: ImageContext) -> str:

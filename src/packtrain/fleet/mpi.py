@@ -30,14 +30,10 @@ import psutil
 from packtrain.errors import Mistake, PacktrainError
 from packtrain.fleet import fleet_of
 from packtrain.fleet.fleet import (
-    Fleet,
-    HasShell,
-    HasTargets,
     LaunchPlan,
     Machine,
     Python,
     Say,
-    Target,
     Word,
     missing_programs,
     node_arguments,
@@ -90,14 +86,24 @@ class MpiSettings(ListedHosts):
         return missing_programs(mpirun="openmpi-bin", ssh="openssh-client")
 
 
-class MpiFleet(Fleet, HasTargets, HasShell):
+class MpiFleet(SshFleet):
+    """The hosts of an ssh fleet: mpirun reaches them by ssh, too."""
+
     programs = ("mpirun", "ssh")
 
     def __init__(self, settings: MpiSettings) -> None:
-        self._settings = settings
+        super().__init__(
+            SshSettings(
+                hosts=settings.hosts,
+                machines=settings.machines,
+                python=settings.python or sys.executable,
+                interface=settings.interface,
+            )
+        )
+        self._mpi = settings
 
     def plan(self, run: Run) -> list[LaunchPlan]:
-        settings, names = self._settings, passed_variables(run.job.environment, run.store.url)
+        settings, names = self._mpi, passed_variables(run.job.environment, run.store.url)
         hosts = settings.hosts[: settings.machines.most]
         command = (
             "mpirun",
@@ -117,7 +123,7 @@ class MpiFleet(Fleet, HasTargets, HasShell):
 
     def check(self, job: Job, store: Store, say: Say = silent) -> None:
         self._require_mpirun()
-        self._over_ssh().check(job, store, say)
+        super().check(job, store, say)
 
     def start(self, run: Run, plans: Sequence[LaunchPlan], tied: bool, say: Say = silent) -> list[StartedNode]:
         """Start mpirun under its supervisor, with the hosts that answer: if one does not, mpirun starts nothing."""
@@ -126,9 +132,8 @@ class MpiFleet(Fleet, HasTargets, HasShell):
         options = ("--run", run.name, "--store", run.store.url, "--least", str(machines.least))
         started = []
         for plan in plans:
-            usable, faults = self._over_ssh().usable_hosts(
-                run.store.url, plan.variables, say, needs_torch=run.job.program is None
-            )
+            needs_torch = run.job.program is None
+            usable, faults = self.usable_hosts(run.store.url, plan.variables, say, needs_torch=needs_torch)
             for fault in faults:
                 say(f"{unavailable(fault)}; continuing without it")
             words = list(plan.arguments)
@@ -150,29 +155,11 @@ class MpiFleet(Fleet, HasTargets, HasShell):
         running = find_processes("mpirun", run.name, run.store.url)
         end_processes(running, signal.SIGUSR1)
         if not running:  # it was killed, or runs on another machine
-            self._over_ssh().end(run)
-
-    def shell(self, run: Run, machine: str | None) -> tuple[str, ...]:
-        return self._over_ssh().shell(run, machine)
-
-    def targets(self) -> list[Target]:
-        return self._over_ssh().targets()
+            super().end(run)
 
     def _require_mpirun(self) -> None:
         if shutil.which("mpirun") is None:
             raise Mistake("mpirun is missing; install Open MPI (openmpi-bin), or use fleet: {ssh: {hosts: [...]}}")
-
-    def _over_ssh(self) -> SshFleet:
-        """Return the same hosts as an ssh fleet: mpirun reaches them by ssh, too."""
-        settings = self._settings
-        return SshFleet(
-            SshSettings(
-                hosts=settings.hosts,
-                machines=settings.machines,
-                python=settings.python or sys.executable,
-                interface=settings.interface,
-            )
-        )
 
 
 def _slots(hosts: Sequence[str]) -> str:

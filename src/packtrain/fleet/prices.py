@@ -52,7 +52,8 @@ def price_lists() -> tuple[PriceList, ...]:
 
 def list_price(provider: str, place: str, machine: str) -> float | None:
     """Return the dollars per hour of a type of machine in a region; None if the price is not known."""
-    prices = (one.dollars_per_hour.get(machine, {}).get(place) for one in price_lists() if one.provider == provider)
+    lists = (prices.dollars_per_hour for prices in price_lists() if prices.provider == provider)
+    prices = (types.get(machine, {}).get(place) for types in lists)
     return next((price for price in prices if price is not None), None)
 
 
@@ -74,28 +75,30 @@ def aws_prices(client: Any, region: str) -> dict[str, float]:
     return prices
 
 
-def updated(lists: Iterable[PriceList], now: Mapping[str, Mapping[str, float]], date: str) -> list[PriceList]:
+def updated(lists: Iterable[PriceList], current: Mapping[str, Mapping[str, float]], date: str) -> list[PriceList]:
     """Return the lists with today's prices by region; what is no longer sold keeps its old price and date."""
     fresh: PricesByPlace = {}
-    old: list[PriceList] = []
-    for one in lists:
-        left: PricesByPlace = {}
-        for machine, places in one.dollars_per_hour.items():
+    unchanged: list[PriceList] = []
+    for prices in lists:
+        remaining: PricesByPlace = {}
+        for machine, places in prices.dollars_per_hour.items():
             for place, dollars in places.items():
-                current = now.get(place, {}).get(machine) if one.provider == "aws" else None
-                into = left if current is None else fresh
-                into.setdefault(machine, {})[place] = dollars if current is None else current
-        if left:
-            old.append(one.model_copy(update={"dollars_per_hour": left}))
-    return [PriceList(provider="aws", date=date, source=_PRICE_LIST, dollars_per_hour=fresh), *old] if fresh else old
+                today = current.get(place, {}).get(machine) if prices.provider == "aws" else None
+                into = remaining if today is None else fresh
+                into.setdefault(machine, {})[place] = dollars if today is None else today
+        if remaining:
+            unchanged.append(prices.model_copy(update={"dollars_per_hour": remaining}))
+    if not fresh:
+        return unchanged
+    return [PriceList(provider="aws", date=date, source=_PRICE_LIST, dollars_per_hour=fresh), *unchanged]
 
 
 def as_text(lists: Iterable[PriceList]) -> str:
     """Return the text of the file, with a line for each type of machine."""
     texts = []
-    for one in lists:
-        head = [f'  "{key}": {json.dumps(getattr(one, key))},' for key in ("provider", "date", "source")]
-        lines = [f'   "{machine}": {json.dumps(prices)}' for machine, prices in one.dollars_per_hour.items()]
+    for prices in lists:
+        head = [f'  "{key}": {json.dumps(getattr(prices, key))},' for key in ("provider", "date", "source")]
+        lines = [f'   "{machine}": {json.dumps(places)}' for machine, places in prices.dollars_per_hour.items()]
         texts.append("\n".join([" {", *head, '  "dollars_per_hour": {', ",\n".join(lines), "  }", " }"]))
     return "[\n" + ",\n".join(texts) + "\n]\n"
 
@@ -103,10 +106,10 @@ def as_text(lists: Iterable[PriceList]) -> str:
 def main() -> None:
     import boto3
 
-    places = {place for one in price_lists() for prices in one.dollars_per_hour.values() for place in prices}
+    places = {place for prices in price_lists() for types in prices.dollars_per_hour.values() for place in types}
     client = boto3.client("pricing", region_name="us-east-1")  # of all regions
-    now = {place: aws_prices(client, place) for place in sorted(places)}
-    sys.stdout.write(as_text(updated(price_lists(), now, datetime.now(UTC).date().isoformat())))
+    current = {place: aws_prices(client, place) for place in sorted(places)}
+    sys.stdout.write(as_text(updated(price_lists(), current, datetime.now(UTC).date().isoformat())))
 
 
 if __name__ == "__main__":

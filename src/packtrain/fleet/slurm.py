@@ -539,7 +539,10 @@ def should_requeue(run: Run, job: str, code: int, restarts: int) -> bool:
         if run.result() is not None or run.stop_request() is not None:
             return False
         key = run.key(f"requeues/{job}.json")
-        before = _requeues_since_commit(run, key)
+        before = Requeues(next((checkpoint.name for checkpoint in reversed(committed(run))), ""), 0)
+        with suppress(ValidationError):  # a damaged record is replaced
+            recorded = TypeAdapter(Requeues).validate_json(run.store.find(key) or b"")
+            before = recorded if recorded.checkpoint == before.checkpoint else before
         again = before.count < run.job.fleet.failures
         if again:
             run.store.put(key, json.dumps(asdict(replace(before, count=before.count + 1))).encode())
@@ -558,15 +561,6 @@ def should_requeue(run: Run, job: str, code: int, restarts: int) -> bool:
         text = f"{ending}; {error}"
     say_in_log(text)
     return again
-
-
-def _requeues_since_commit(run: Run, key: str) -> Requeues:
-    newest = next((checkpoint.name for checkpoint in reversed(committed(run))), "")
-    with suppress(ValidationError):  # a damaged record is replaced
-        requeues = TypeAdapter(Requeues).validate_json(run.store.find(key) or b"")
-        if requeues.checkpoint == newest:
-            return requeues
-    return Requeues(newest, 0)
 
 
 def main(words: Sequence[str]) -> int:

@@ -73,11 +73,11 @@ class ListedHosts(FleetBuilder):
     hosts: Annotated[tuple[Destination, ...], Field(json_schema_extra={"minItems": 1, "uniqueItems": True})]
 
     @classmethod
-    def arrange(cls, given: dict[str, Any], problems: list[InitErrorDetails]) -> dict[str, Any]:  # noqa: ARG003
-        hosts = given.get("hosts")
-        if "machines" not in given and isinstance(hosts, Sequence) and not isinstance(hosts, str) and hosts:
-            return {**given, "machines": len(hosts)}
-        return given
+    def arrange(cls, fields: dict[str, Any], problems: list[InitErrorDetails]) -> dict[str, Any]:  # noqa: ARG003
+        hosts = fields.get("hosts")
+        if "machines" not in fields and isinstance(hosts, Sequence) and not isinstance(hosts, str) and hosts:
+            return {**fields, "machines": len(hosts)}
+        return fields
 
     def divided(self, parallel: int | None) -> Sequence[ListedHosts]:
         """Give each run hosts of its own, as many as the job asks for."""
@@ -131,7 +131,7 @@ class AlreadyThere(Unreachable):
 class SshFleet(Fleet, HasTargets, HasShell):
     """`remote` says how a host of the settings is reached, for fleets that rent their hosts."""
 
-    programs = ("ssh",)
+    programs: tuple[str, ...] = ("ssh",)
 
     def __init__(self, settings: SshSettings, remote: Callable[[str], Remote] = Remote) -> None:
         self._settings, self._remote = settings, remote

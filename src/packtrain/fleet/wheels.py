@@ -111,42 +111,44 @@ def download(
     name, data = own_wheel()
     for folder in ("own", WHEELS, TOOLS):
         (directory / folder).mkdir(parents=True)
-    own = directory / "own" / name
-    own.write_bytes(data)
+    packtrain = directory / "own" / name
+    packtrain.write_bytes(data)
     limits = directory / "constraints.txt"
     say(f"downloading wheels for {target}")
-    _download_dependencies(target, own, limits, directory / WHEELS, requirements)
+    _download_dependencies(target, packtrain, limits, directory / WHEELS, requirements)
     limits.unlink()
     (directory / WHEELS / name).unlink(missing_ok=True)  # pip copies it there, beside what it depends on
     # Pure Python, and so for any target; an older one than here may not know the target's Python.
     _pip([*_DOWNLOAD, "--no-deps", "--dest", str(directory / TOOLS), f"pip>={version('pip')}"])
     wheels = tuple(wheel_of_file(path) for path in sorted((directory / WHEELS).glob("*.whl")))
     [tool] = (directory / TOOLS).glob("*.whl")
-    made = WheelSet(directory, wheels, wheel_of_file(own), wheel_of_file(tool))
+    downloaded = WheelSet(directory, wheels, wheel_of_file(packtrain), wheel_of_file(tool))
     lines = [f"{wheel.requirement} --hash=sha256:{wheel.sha256}\n" for wheel in wheels]
     (directory / LOCK).write_text("".join([f"# {target}\n", *lines]), "utf-8")
-    (directory / SBOM).write_text(sbom(made), "utf-8")
-    return made
+    (directory / SBOM).write_text(sbom(downloaded), "utf-8")
+    return downloaded
 
 
 def _download_dependencies(
-    target: WheelTarget, own: Path, limits: Path, place: Path, requirements: Path | None
+    target: WheelTarget, packtrain: Path, limits: Path, place: Path, requirements: Path | None
 ) -> None:
     pinned = dict(line.split("==") for line in constraints(target.extra))
     torch = pinned.pop("torch", None)
-    more = ["-r", str(requirements)] if requirements is not None else []
-    rest = [f"{name}=={number}" for name, number in pinned.items()]
+    extras = ["-r", str(requirements)] if requirements is not None else []
+    lines = [f"{name}=={number}" for name, number in pinned.items()]
     command = [*_DOWNLOAD, *target.options(), "--dest", str(place), "--constraint", str(limits)]
     if target.torch == "base":
         # Exactly the list, since pip would add torch and its libraries again. What else they need is on the list, too.
         limits.write_text("", "utf-8")
-        rest = [line for line in rest if not line.startswith(("nvidia-c", "nvidia-nc", "nvidia-nv", "cuda-", "triton"))]
-        _pip([*command, "--no-deps", *rest])
-        if more:
-            _pip([*command, "--no-deps", *more])
+        of_torch = ("nvidia-c", "nvidia-nc", "nvidia-nv", "cuda-", "triton")
+        _pip([*command, "--no-deps", *(line for line in lines if not line.startswith(of_torch))])
+        if extras:
+            _pip([*command, "--no-deps", *extras])
         return
-    limits.write_text("".join(f"{line}\n" for line in [*rest, *_torch_versions(target.torch, torch)]), "utf-8")
-    command += [f"{own}[{target.extra}]", *more]
+    if torch is not None:  # a client without torch takes the newest
+        lines.append(f"torch=={torch}+cpu" if target.torch == "cpu" else f"torch==={torch}")
+    limits.write_text("".join(f"{line}\n" for line in lines), "utf-8")
+    command += [f"{packtrain}[{target.extra}]", *extras]
     # PyTorch's index has each build under an address of its own. It is asked only if this person's own index lacks that
     # build of torch; without a version that is known here, the two have to be compared.
     pytorch = ["--extra-index-url", f"{_TORCH_INDEX}cpu"] if target.torch == "cpu" else []
@@ -158,31 +160,24 @@ def _download_dependencies(
         _pip([*command, *pytorch])
 
 
-def _torch_versions(torch: Torch, number: str | None) -> list[str]:
-    """Return the constraint for torch; a client without torch takes the newest."""
-    if torch == "cpu":
-        return [f"torch=={number}+cpu"] if number else []
-    return [f"torch==={number}"] if number else []
-
-
 def _pip(words: Sequence[str]) -> None:
-    done = subprocess.run(
+    ended = subprocess.run(
         [sys.executable, "-P", "-m", "pip", *words],
         capture_output=True,
         encoding="utf-8",
         errors="replace",
         check=False,
     )
-    if done.returncode != 0:
-        if "No module named pip" in done.stderr:
+    if ended.returncode != 0:
+        if "No module named pip" in ended.stderr:
             raise Mistake(f"{sys.executable} has no pip to download wheels with; run `{sys.executable} -m ensurepip`")
-        if NO_INDEX.search(done.stderr):
+        if NO_INDEX.search(ended.stderr):
             raise Mistake("pip download: cannot reach the package index; check the network and `pip config list`")
         # pip explains a version that the index lacks as a conflict with the constraint that asks for it.
-        if wanted := re.findall(r"\(constraint\) (\S+)", done.stdout + done.stderr):
-            raise Mistake(f"pip download: the index has no wheel of {wanted[-1]} for that target; check pip's index")
-        errors = [line.removeprefix("ERROR: ") for line in done.stderr.splitlines() if line.startswith("ERROR: ")]
-        raise Mistake(f"pip download: {(errors or done.stderr.strip().splitlines() or ['failed'])[-1]}")
+        if conflicts := re.findall(r"\(constraint\) (\S+)", ended.stdout + ended.stderr):
+            raise Mistake(f"pip download: the index has no wheel of {conflicts[-1]} for that target; check pip's index")
+        errors = [line.removeprefix("ERROR: ") for line in ended.stderr.splitlines() if line.startswith("ERROR: ")]
+        raise Mistake(f"pip download: {(errors or ended.stderr.strip().splitlines() or ['failed'])[-1]}")
 
 
 def wheel_of_file(path: Path) -> Wheel:
@@ -190,7 +185,7 @@ def wheel_of_file(path: Path) -> Wheel:
     return Wheel(re.sub("[-_.]+", "-", name).lower(), number, path.name, sha256_of(path))
 
 
-def sbom(made: WheelSet) -> str:
+def sbom(wheels: WheelSet) -> str:
     """Return a CycloneDX list of the packages with their hashes: the same text for the same wheels."""
     components = [
         {
@@ -200,7 +195,7 @@ def sbom(made: WheelSet) -> str:
             "purl": f"pkg:pypi/{wheel.name}@{wheel.version}",
             "hashes": [{"alg": "SHA-256", "content": wheel.sha256}],
         }
-        for wheel in (made.own, *made.wheels)
+        for wheel in (wheels.own, *wheels.wheels)
     ]
     serial = uuid.uuid5(uuid.NAMESPACE_URL, json.dumps(components))
     document = {
@@ -208,7 +203,7 @@ def sbom(made: WheelSet) -> str:
         "specVersion": "1.5",
         "serialNumber": f"urn:uuid:{serial}",
         "version": 1,
-        "metadata": {"component": {"type": "application", "name": "packtrain", "version": made.own.version}},
+        "metadata": {"component": {"type": "application", "name": "packtrain", "version": wheels.own.version}},
         "components": components,
     }
     return json.dumps(document, indent=1) + "\n"
@@ -222,17 +217,16 @@ def own_wheel() -> tuple[str, bytes]:
     files[f"{folder}/METADATA"] = (installed.read_text("METADATA") or "").encode()
     files[f"{folder}/WHEEL"] = b"Wheel-Version: 1.0\nGenerator: packtrain\nRoot-Is-Purelib: true\nTag: py3-none-any\n"
     files[f"{folder}/entry_points.txt"] = (installed.read_text("entry_points.txt") or "").encode()
-    record = [f"{name},sha256={_record_digest(data)},{len(data)}" for name, data in files.items()]
+    record = [
+        f"{name},sha256={base64.urlsafe_b64encode(hashlib.sha256(data).digest()).rstrip(b'=').decode()},{len(data)}"
+        for name, data in files.items()
+    ]
     files[f"{folder}/RECORD"] = "\n".join([*record, f"{folder}/RECORD,,", ""]).encode()
     buffer = io.BytesIO()
     with zipfile.ZipFile(buffer, "w", zipfile.ZIP_DEFLATED) as archive:
         for name, data in files.items():
             archive.writestr(zipfile.ZipInfo(name, _EPOCH), data, zipfile.ZIP_DEFLATED)
     return f"packtrain-{installed.version}-py3-none-any.whl", buffer.getvalue()
-
-
-def _record_digest(data: bytes) -> str:
-    return base64.urlsafe_b64encode(hashlib.sha256(data).digest()).rstrip(b"=").decode()
 
 
 def constraints(extra: str = "train") -> list[str]:
@@ -247,7 +241,7 @@ def digests() -> list[str]:
 
 
 def _needed(extra: str) -> dict[str, Distribution]:
-    found: dict[str, Distribution] = {}
+    needed: dict[str, Distribution] = {}
     waiting = list(_requirements(distribution("packtrain"), {extra}))
     while waiting:
         name = waiting.pop()
@@ -255,10 +249,10 @@ def _needed(extra: str) -> dict[str, Distribution]:
             installed = distribution(name)
         except PackageNotFoundError:
             continue  # needed on another platform only
-        if name not in found:
-            found[name] = installed
+        if name not in needed:
+            needed[name] = installed
             waiting += _requirements(installed, set())  # without the extras of a dependency
-    return found
+    return needed
 
 
 def _requirements(installed: Distribution, extras: set[str]) -> Iterable[str]:

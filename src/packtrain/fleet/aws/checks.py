@@ -1,20 +1,23 @@
-"""Check what a launch on AWS needs, without renting anything: one check for each thing, for `packtrain doctor`."""
+"""Lookups of what the settings of the aws fleet name, and of what a launch needs, without renting anything.
+
+A missing image, key or subnet is refused before anything exists; `packtrain doctor` has a check for each thing.
+"""
 
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
-from packtrain.errors import Mistake
-from packtrain.fleet.aws.lookup import check_store, check_types, find_image, find_subnets, named
+from packtrain.errors import FieldMistake, Mistake
 from packtrain.fleet.aws.policy import ALL_RUNS, policy
 from packtrain.fleet.aws.region import AwsRefusal, AwsRegion
-from packtrain.fleet.aws.volumes import volume_zones
-from packtrain.fleet.fleet import Check, tried
+from packtrain.fleet.aws.volumes import gibibytes, volume_zones
+from packtrain.fleet.cloud import Resource
+from packtrain.fleet.fleet import Check, fault_and_advice, tried
 from packtrain.store import Store
-from packtrain.units import Machines, counted
+from packtrain.units import counted
 
 if TYPE_CHECKING:
     from packtrain.fleet.aws.fleet import AwsSettings
@@ -49,14 +52,150 @@ _QUOTAS: Mapping[str, tuple[str, str]] = {
 }
 
 
+def check_store(store: Store, mounts: Collection[str]) -> None:
+    if store.is_directory and not any(f"{store.url}/".startswith(f"{path.rstrip('/')}/") for path in mounts):
+        fault = f"machines of aws do not have the directory {store.url}; use s3://bucket/prefix, or fleet.aws.mounts"
+        raise FieldMistake("store", fault)
+
+
+def find_image(region: AwsRegion, settings: AwsSettings) -> dict[str, Any]:
+    """Return the image as EC2 describes it."""
+    name = settings.image
+    if name.startswith("ssm:"):
+        parameter = name.removeprefix("ssm:")
+        ask = partial(region.ask, "ssm", "get-parameter", Name=parameter)
+        name = _look_up("image", f"no parameter {parameter}", ask)["Parameter"]["Value"]
+    if name.startswith("ami-"):
+        ask = partial(region.ask, "ec2", "describe-images", ImageIds=[name])
+        images = _look_up("image", f"no image {name}", ask)["Images"]
+    else:
+        filters = [{"Name": "name", "Values": [name]}, {"Name": "state", "Values": ["available"]}]
+        images = region.ask_all("ec2", "describe-images", "Images", Owners=[settings.owner], Filters=filters)
+    if not images:
+        raise _missing("image", f"no image {name!r} of {settings.owner} in {region.place}; see fleet.aws.owner")
+    newest: dict[str, Any] = max(images, key=lambda image: str(image.get("CreationDate", "")))
+    disks = {disk.get("DeviceName"): disk.get("Ebs", {}) for disk in newest.get("BlockDeviceMappings", ())}
+    needed = disks.get(newest.get("RootDeviceName"), {}).get("VolumeSize", 0)
+    if gibibytes(settings.disk) < needed:
+        raise _missing("disk", f"{settings.disk} is too small for {newest['ImageId']}, which needs {needed} GB")
+    return newest
+
+
+def check_types(region: AwsRegion, settings: AwsSettings, image: dict[str, Any] | None) -> dict[str, set[str]]:
+    """Refuse instance types that are unknown or do not fit the image, if it is known; return the zones of each."""
+    names = list(settings.instances)
+    try:
+        kinds = region.ask("ec2", "describe-instance-types", InstanceTypes=names)["InstanceTypes"]
+    except AwsRefusal as refusal:
+        if refusal.code == "InvalidInstanceType":
+            unknown = ", ".join(re.findall(r"[a-z0-9-]+\.[a-z0-9-]+", str(refusal))) or ", ".join(names)
+            raise _missing("instances", f"unknown instance type in {region.place}: {unknown}") from None
+        raise
+    for kind in kinds:
+        architecture = None if image is None else image.get("Architecture")
+        supported = kind.get("ProcessorInfo", {}).get("SupportedArchitectures", [architecture])
+        if image is not None and architecture not in supported:
+            fault = f"{image['ImageId']} is for {architecture}, but {kind['InstanceType']} is {supported[0]}"
+            raise _missing("image", f"{fault}; use another image")
+        if settings.efa > kind.get("NetworkInfo", {}).get("EfaInfo", {}).get("MaximumEfaInterfaces", 0):
+            raise _missing("efa", f"{kind['InstanceType']} has fewer EFA interfaces than {settings.efa}")
+    by_type = [{"Name": "instance-type", "Values": names}]
+    offers = region.ask_all(
+        "ec2", "describe-instance-type-offerings", "InstanceTypeOfferings",
+        LocationType="availability-zone", Filters=by_type,
+    )  # fmt: skip
+    return {name: {offer["Location"] for offer in offers if offer["InstanceType"] == name} for name in names}
+
+
+def find_subnets(
+    region: AwsRegion, settings: AwsSettings, volumes: Sequence[str] | None, offers: dict[str, set[str]]
+) -> list[dict[str, Any]]:
+    """Return the subnets of zones that offer one of the types and, unless None, have volumes."""
+    if settings.subnets:
+        ask = partial(region.ask, "ec2", "describe-subnets", SubnetIds=list(settings.subnets))
+        subnets = _look_up("subnets", f"no subnet {', '.join(settings.subnets)}", ask)["Subnets"]
+    else:
+        default = [{"Name": "default-for-az", "Values": ["true"]}]
+        subnets = region.ask_all("ec2", "describe-subnets", "Subnets", Filters=default)
+    if not subnets:
+        raise _missing("subnets", f"{region.place} has no default VPC; name subnets of another one")
+    if len({subnet["VpcId"] for subnet in subnets}) > 1:
+        raise _missing("subnets", "are in different VPCs; machines could not reach each other")
+    zones = {subnet["AvailabilityZone"] for subnet in subnets}
+    if unknown := set(settings.zones) - zones:
+        raise _missing("zones", f"no subnet in {', '.join(sorted(unknown))}; there are {', '.join(sorted(zones))}")
+    zones &= set(settings.zones) or zones
+    if volumes is not None:
+        if not zones & set(volumes):
+            raise _missing("volume.name", f"its free volumes are in {', '.join(volumes)}; ask for machines there")
+        zones &= set(volumes)
+    offering = set().union(*offers.values())
+    if not zones & offering:
+        types, names = ", ".join(offers), ", ".join(sorted(zones))
+        raise _missing("instances", f"{names} do not offer {types}; zones that do: {', '.join(sorted(offering))}")
+    return [subnet for subnet in subnets if subnet["AvailabilityZone"] in zones & offering]
+
+
+Lookup = tuple[str, str, Callable[[], Any]]
+"""A field, what it names, and the question that refuses what does not exist; its answer is None for who may not ask."""
+
+
+def lookups(region: AwsRegion, settings: AwsSettings) -> Iterator[Lookup]:
+    """Yield the key pair, the role, the placement group and the secrets that the settings name."""
+    group = settings.placement_group
+    for field, name, title, service, operation, request in (
+        ("key", settings.key, "key pair", "ec2", "describe-key-pairs", {"KeyNames": [settings.key]}),
+        ("role", settings.role, "instance profile", "iam", "get-instance-profile",
+         {"InstanceProfileName": settings.role}),
+        ("placement_group", group, "placement group", "ec2", "describe-placement-groups", {"GroupNames": [group]}),
+    ):  # fmt: skip
+        if name is not None:
+            ask = partial(region.ask, service, operation, **request)
+            yield field, f"{title} {name}", partial(_look_up, field, f"no {title} {name}", ask)
+    for variable, reference in settings.secrets.items():
+        yield f"secrets.{variable}", f"secret {reference}", partial(_find_secret, region, variable, reference)
+
+
+def _find_secret(region: AwsRegion, variable: str, reference: str) -> Any:
+    """Only ask whether it exists: its value is for the machines alone."""
+    service, _, name = reference.partition(":")
+    field, missing = f"secrets.{variable}", f"no secret {reference}"
+    if service == "secretsmanager":
+        return _look_up(field, missing, partial(region.ask, "secretsmanager", "describe-secret", SecretId=name))
+    filters = [{"Key": "Name", "Values": [name]}]
+    answer = _look_up(field, missing, partial(region.ask, "ssm", "describe-parameters", ParameterFilters=filters))
+    if answer is not None and not answer["Parameters"]:
+        raise _missing(field, f"{missing} in {region.place}")
+    return answer
+
+
+def _look_up(field: str, missing: str, ask: Callable[[], dict[str, Any]]) -> Any:
+    """Return the answer, or None if this person may not ask: then the machines show it."""
+    try:
+        return ask()
+    except AwsRefusal as refusal:
+        # A parameter's and a secret's own words; everything else of EC2 has NotFound in its code.
+        if refusal.is_missing or refusal.code in ("InvalidAMIID.Malformed", "InvalidPlacementGroup.Unknown"):
+            raise _missing(field, f"{missing} in this region and account") from None
+        if refusal.is_forbidden and field not in ("image", "subnets"):
+            return None
+        raise
+
+
+def _missing(field: str, fault: str) -> FieldMistake:
+    return FieldMistake(f"fleet.aws.{field}", fault)
+
+
+# For doctor, one by one.
+
+
 def launch_checks(settings: AwsSettings, store: Store | None) -> Iterator[Check]:
     """Yield every check; those that need the answer of one that failed are left out."""
     place = f"aws {settings.region}"
     try:
         region = AwsRegion(settings.profile, settings.region)
     except Mistake as mistake:
-        fault, _, advice = str(mistake).partition("; ")
-        yield Check(place, "region", False, fault, advice)
+        yield Check(place, "region", False, *fault_and_advice(mistake))
         return
     identity = partial(region.ask, "sts", "get-caller-identity")
     check, caller = tried(place, "credentials", identity, lambda who: who["Arn"])
@@ -64,34 +203,39 @@ def launch_checks(settings: AwsSettings, store: Store | None) -> Iterator[Check]
     if caller is None:
         return
     zones = partial(region.ask, "ec2", "describe-availability-zones")
-    yield tried(place, "region", zones, lambda found: counted(len(found["AvailabilityZones"]), "zone"))[0]
-    check, image = tried(place, "image", lambda: find_image(region, settings), _image_words)
+    yield tried(place, "region", zones, lambda answer: counted(len(answer["AvailabilityZones"]), "zone"))[0]
+    check, image = tried(
+        place,
+        "image",
+        lambda: find_image(region, settings),
+        lambda image: f"{image['ImageId']} ({image.get('Name') or 'without a name'}, {image.get('Architecture')})",
+    )
     yield check
-    check, offers = tried(place, "instances", lambda: check_types(region, settings, image), _offer_words)
+    check, offers = tried(
+        place,
+        "instances",
+        lambda: check_types(region, settings, image),
+        lambda offers: "; ".join(f"{name} in {', '.join(sorted(offers[name])) or 'no zone'}" for name in offers),
+    )
     yield check
     yield from _place_checks(region, settings, offers, place)
-    for field, title, ask in named(region, settings):
-        yield _exists(place, field.partition(".")[0], title, ask)
+    for field, title, ask in lookups(region, settings):
+        step = field.partition(".")[0]
+        check, answer = tried(place, step, ask, f"{title} exists")
+        hidden = Check(place, step, False, f"this user may not look for {title}", "look yourself", skipped=True)
+        yield hidden if check.ok and answer is None else check
     if offers is not None:
         yield from _quota_checks(region, settings, place)
     if store is not None:
-        reaches = partial(check_store, store, settings.mounts)
-        yield tried(place, "store", reaches, lambda _: f"{store.url} can be used by machines, with their role")[0]
+        reach = partial(check_store, store, settings.mounts)
+        yield tried(place, "store", reach, f"{store.url} can be used by machines, with their role")[0]
     yield _dry_runs(region, settings, image, place)
     yield from _policy_checks(region, settings, store, caller, place)
     yield tried(place, "leftovers", lambda: region.resources(None), _left_words)[0]
 
 
-def _image_words(image: Mapping[str, Any]) -> str:
-    return f"{image['ImageId']} ({image.get('Name') or 'without a name'}, {image.get('Architecture')})"
-
-
-def _offer_words(offers: Mapping[str, set[str]]) -> str:
-    return "; ".join(f"{name} in {', '.join(sorted(zones)) or 'no zone'}" for name, zones in offers.items())
-
-
-def _left_words(found: Sequence[Any]) -> str:
-    runs = sorted({one.run or one.label for one in found})
+def _left_words(resources: Sequence[Resource]) -> str:
+    runs = sorted({resource.run or resource.label for resource in resources})
     return f"machines or other things of {', '.join(runs)}; see `packtrain down --all`" if runs else "nothing"
 
 
@@ -102,37 +246,27 @@ def _place_checks(
     zones: list[str] | None = None
     volume = settings.volume
     if volume is not None:
-        check, zones = tried(place, "volume", lambda: volume_zones(region, volume, settings.machines), _volume_words)
+        check, zones = tried(
+            place,
+            "volume",
+            lambda: volume_zones(region, volume, settings.machines),
+            lambda zones: "made when a machine starts" if zones is None else f"free ones in {', '.join(zones)}",
+        )
         yield check
         if not check.ok:
             return
     if offers is None:
         return
 
-    def addresses() -> list[dict[str, Any]]:
-        found = find_subnets(region, settings, zones, offers)
-        free = sum(one.get("AvailableIpAddressCount", 0) for one in found)
+    def addresses() -> str:
+        subnets = find_subnets(region, settings, zones, offers)
+        free = sum(subnet.get("AvailableIpAddressCount", 0) for subnet in subnets)
         if free < settings.machines.least:
             raise Mistake(f"{counted(free, 'address')} free for {settings.machines} machines; name more subnets")
-        return found
+        names = ", ".join(sorted({subnet["AvailabilityZone"] for subnet in subnets}))
+        return f"{counted(len(subnets), 'subnet')} of {subnets[0]['VpcId']} in {names}"
 
-    yield tried(place, "subnets", addresses, _subnet_words)[0]
-
-
-def _volume_words(zones: Sequence[str] | None) -> str:
-    return "made when a machine starts" if zones is None else f"free ones in {', '.join(zones)}"
-
-
-def _subnet_words(found: Sequence[Mapping[str, Any]]) -> str:
-    where = ", ".join(sorted({one["AvailabilityZone"] for one in found}))
-    return f"{counted(len(found), 'subnet')} of {found[0]['VpcId']} in {where}"
-
-
-def _exists(place: str, field: str, title: str, ask: Callable[[], Any]) -> Check:
-    check, found = tried(place, field, ask, lambda _: f"{title} exists")
-    if check.ok and found is None:
-        return Check(place, field, False, f"this user may not look for {title}", "look yourself", skipped=True)
-    return check
+    yield tried(place, "subnets", addresses, str)[0]
 
 
 # Quotas.
@@ -147,36 +281,28 @@ def quota_code(instance_type: str, spot: bool) -> str | None:
 
 def _quota_checks(region: AwsRegion, settings: AwsSettings, place: str) -> Iterator[Check]:
     """Compare the account's quotas of vCPUs with what the run needs and what is in use."""
-    asked = {"InstanceTypes": list(settings.instances)}
-    found = region.ask("ec2", "describe-instance-types", **asked)["InstanceTypes"]
-    sizes = {one["InstanceType"]: int(one["VCpuInfo"]["DefaultVCpus"]) for one in found}
+    names = list(settings.instances)
     by_code: dict[str | None, list[int]] = {}
-    for name, size in sizes.items():
-        by_code.setdefault(quota_code(name, settings.spot), []).append(size)
-    for code, counts in by_code.items():
-        if code is not None:
-            yield _quota_check(region, settings, place, code, counts)
-
-
-def _quota_check(region: AwsRegion, settings: AwsSettings, place: str, code: str, counts: Sequence[int]) -> Check:
-    try:
-        quota = region.ask("service-quotas", "get-service-quota", ServiceCode="ec2", QuotaCode=code)["Quota"]
-        used = _used(region, code, settings.spot)
-    except AwsRefusal as refusal:
-        advice = f"see {code} under Service Quotas in the console"
-        return Check(place, "quota", False, str(refusal).partition("; ")[0], advice, skipped=True)
-    limit, needed = int(quota["Value"]), min(counts) * _paid(settings)
-    detail = f"{quota['QuotaName']}: {limit} vCPUs, {used} in use; the run needs {needed}"
-    if limit - used < needed:
+    for kind in region.ask("ec2", "describe-instance-types", InstanceTypes=names)["InstanceTypes"]:
+        code = quota_code(kind["InstanceType"], settings.spot)
+        by_code.setdefault(code, []).append(int(kind["VCpuInfo"]["DefaultVCpus"]))
+    # Of spot machines, or of those on demand.
+    count = max(0, settings.machines.least - (settings.on_demand if settings.spot else 0))
+    for code, sizes in by_code.items():
+        if code is None:
+            continue
+        try:
+            quota = region.ask("service-quotas", "get-service-quota", ServiceCode="ec2", QuotaCode=code)["Quota"]
+            used = _used(region, code, settings.spot)
+        except AwsRefusal as refusal:
+            advice = f"see {code} under Service Quotas in the console"
+            yield Check(place, "quota", False, fault_and_advice(refusal)[0], advice, skipped=True)
+            continue
+        limit, needed = int(quota["Value"]), min(sizes) * count
+        fits = limit - used >= needed
         advice = f"ask for more of {code} under Service Quotas, or use other types or fewer machines"
-        return Check(place, "quota", False, detail, advice)
-    return Check(place, "quota", True, detail)
-
-
-def _paid(settings: AwsSettings) -> int:
-    """Return how many machines of the kind, spot or on demand, a run needs at least."""
-    machines: Machines = settings.machines
-    return max(0, machines.least - (settings.on_demand if settings.spot else 0))
+        detail = f"{quota['QuotaName']}: {limit} vCPUs, {used} in use; the run needs {needed}"
+        yield Check(place, "quota", fits, detail, "" if fits else advice)
 
 
 def _used(region: AwsRegion, code: str, spot: bool) -> int:
@@ -184,10 +310,10 @@ def _used(region: AwsRegion, code: str, spot: bool) -> int:
     running = [{"Name": "instance-state-name", "Values": ["pending", "running"]}]
     total = 0
     for reservation in region.ask_all("ec2", "describe-instances", "Reservations", Filters=running):
-        for one in reservation["Instances"]:
-            is_spot = one.get("InstanceLifecycle") == "spot"
-            if is_spot == spot and quota_code(one["InstanceType"], spot) == code:
-                cores = one.get("CpuOptions", {})
+        for instance in reservation["Instances"]:
+            is_spot = instance.get("InstanceLifecycle") == "spot"
+            if is_spot == spot and quota_code(instance["InstanceType"], spot) == code:
+                cores = instance.get("CpuOptions", {})
                 total += int(cores.get("CoreCount", 1)) * int(cores.get("ThreadsPerCore", 1))
     return total
 
@@ -207,33 +333,29 @@ def _dry_runs(region: AwsRegion, settings: AwsSettings, image: Mapping[str, Any]
         "create-launch-template": {"LaunchTemplateName": _NAME, "LaunchTemplateData": data},
         **({} if image is None else {"run-instances": {**machine, "ImageId": image["ImageId"]}}),
     }
-    faults = []
     for operation, request in requests.items():
         try:
             region.ask("ec2", operation, DryRun=True, **request)
         except AwsRefusal as refusal:
             if refusal.code != "DryRunOperation":  # the answer to who may do it
-                faults.append(refusal)
-    if not faults:
-        return Check(place, "rights", True, f"dry runs of {', '.join(requests)} succeed")
-    fault, _, advice = str(faults[0]).partition("; ")
-    return Check(place, "rights", False, fault, advice)
+                return Check(place, "rights", False, *fault_and_advice(refusal))
+    return Check(place, "rights", True, f"dry runs of {', '.join(requests)} succeed")
 
 
 def _policy_checks(
     region: AwsRegion, settings: AwsSettings, store: Store | None, caller: Mapping[str, Any], place: str
 ) -> Iterator[Check]:
     """Ask IAM what the policies of this user, and of the machines' role, allow."""
-    asked = [("*", (*_CALLS, *(_ROLE_CALLS if settings.create_role else ())), ())]
+    calls = [("*", (*_CALLS, *(_ROLE_CALLS if settings.create_role else ())), ())]
     advice = "ask your administrator for these rights"
-    yield _simulated(place, "policies", lambda: _denied(region, _principal(region, str(caller["Arn"])), asked), advice)
+    yield _simulated(place, "policies", lambda: _denied(region, _principal(region, str(caller["Arn"])), calls), advice)
     if settings.role is None or store is None:
         return
     role = settings.role
     account = str(caller["Account"])
     needed = [
-        (_concrete(one["Resource"], account), one["Action"], _context(one.get("Condition", {}), account))
-        for one in policy(store.url, ALL_RUNS, settings, region)["Statement"]
+        (_concrete(right["Resource"], account), right["Action"], _context(right.get("Condition", {}), account))
+        for right in policy(store.url, ALL_RUNS, settings, region)["Statement"]
     ]
     advice = "`packtrain run --dry-run` prints the policy; without it machines cannot use the store, or end themselves"
     yield _simulated(place, "role", lambda: _denied(region, _role_of(region, role), needed), advice)
@@ -265,7 +387,7 @@ def _denied(
         request: dict[str, Any] = {"PolicySourceArn": principal, "ActionNames": list(actions)}
         request |= {"ResourceArns": [resource], **({"ContextEntries": list(context)} if context else {})}
         results = region.ask_all("iam", "simulate-principal-policy", "EvaluationResults", **request)
-        denied += [str(one["EvalActionName"]) for one in results if one["EvalDecision"] != "allowed"]
+        denied += [str(result["EvalActionName"]) for result in results if result["EvalDecision"] != "allowed"]
     return denied
 
 

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import calendar
+import json
 import os
 import re
 import time
 from collections.abc import Collection, Iterator, Mapping, Sequence
+from contextlib import suppress
 from functools import cached_property
 from shutil import which
 from typing import Annotated, Any, Literal
@@ -15,15 +18,10 @@ from pydantic_core import InitErrorDetails
 
 from packtrain.backoff import Backoff
 from packtrain.errors import FieldMistake, Mistake, PacktrainError
-from packtrain.fleet.aws.checks import launch_checks
-from packtrain.fleet.aws.launch import carry_out, find_group, launch_plans
-from packtrain.fleet.aws.lookup import check_store, check_types, find_image, find_subnets, named, trouble_of
-from packtrain.fleet.aws.region import (
-    AwsRefusal,
-    AwsRegion,
-    default_region,
-)
-from packtrain.fleet.aws.spot import spot_notice
+from packtrain.fleet.aws.checks import check_store, check_types, find_image, find_subnets, launch_checks, lookups
+from packtrain.fleet.aws.instance import metadata
+from packtrain.fleet.aws.launch import carry_out, find_group, launch_plans, trouble_of
+from packtrain.fleet.aws.region import AwsRefusal, AwsRegion, default_region
 from packtrain.fleet.aws.user_data import put_environment
 from packtrain.fleet.aws.volumes import DiskSize, VolumeSettings, snapshot_of, volume_zones
 from packtrain.fleet.cloud import CloudBuilder, CloudFleet, budget_seconds, label_of, wait_until_left
@@ -61,7 +59,7 @@ from packtrain.job.part import (
     rules_in_schema,
     text_in_schema,
 )
-from packtrain.node.preemption import NoticeSource
+from packtrain.node.preemption import NoticeSource, PreemptionNotice
 from packtrain.run.liveness import was_left_before_launch
 from packtrain.run.run import Run
 from packtrain.store import Store
@@ -69,11 +67,10 @@ from packtrain.system import expanded, in_home
 from packtrain.units import Duration, show_seconds
 
 NEWS_SECONDS = 20.0  # to wait for the first machine, or for the reason that there is none
+NOTICE_SECONDS = 120.0  # between EC2's notice and the end of a spot machine
 _IMAGE = "ssm:/aws/service/deeplearning/ami/x86_64/base-oss-nvidia-driver-gpu-ubuntu-24.04/latest/ami-id"
 
 _KEEPS_TRYING = "the group keeps trying: `packtrain ls` shows its state"
-
-
 _REFERENCE = r"(ssm:/?|secretsmanager:)[A-Za-z0-9/_+=.@-]{1,512}"
 
 
@@ -157,15 +154,15 @@ class AwsSettings(CloudBuilder):
     limit: Seconds = Duration(7 * 86400, "seconds")
 
     @classmethod
-    def arrange(cls, given: dict[str, Any], problems: list[InitErrorDetails]) -> dict[str, Any]:
+    def arrange(cls, fields: dict[str, Any], problems: list[InitErrorDetails]) -> dict[str, Any]:
         # Into the job, so that the machines, and whoever ends them, need not have this person's configuration.
-        if given.get("region") is None:
-            profile = given.get("profile")
+        if fields.get("region") is None:
+            profile = fields.get("profile")
             region = default_region(profile if isinstance(profile, str) else None)
             if region is None:
                 problems.append(problem("is not set; write one, such as us-east-1, or set AWS_REGION", "region"))
-            return {**given, "region": region or "us-east-1"}
-        return given
+            return {**fields, "region": region or "us-east-1"}
+        return fields
 
     @property
     def attach_by(self) -> str:
@@ -225,7 +222,7 @@ class AwsSettings(CloudBuilder):
             return [AwsRegion(None, default)]
         if "all" in places:
             first = AwsRegion(None, default)
-            places = [one["RegionName"] for one in first.ask("ec2", "describe-regions")["Regions"]]
+            places = [region["RegionName"] for region in first.ask("ec2", "describe-regions")["Regions"]]
         return [AwsRegion(None, place) for place in places]
 
 
@@ -280,7 +277,7 @@ class AwsFleet(CloudFleet, HasQueue, HasShell, HasNotices, HasVolumes, Releases)
         image = find_image(region, settings)
         kinds = check_types(region, settings, image)
         subnets = find_subnets(region, settings, zones, kinds)
-        for _, _, ask in named(region, settings):
+        for _, _, ask in lookups(region, settings):
             ask()
         return {
             "IMAGE": image["ImageId"],
@@ -304,12 +301,11 @@ class AwsFleet(CloudFleet, HasQueue, HasShell, HasNotices, HasVolumes, Releases)
             group = find_group(region, label)
             if group is None:
                 return None
-            machines = [Machine(one["InstanceId"], one["State"]["Name"]) for one in region.instances(label)]
-            wanted = group["DesiredCapacity"]
-            trouble = trouble_of(_activities(region, label)) if len(machines) < wanted else None
+            machines, size = self.machines(run), group["DesiredCapacity"]
+            trouble = trouble_of(_activities(region, label)) if len(machines) < size else None
         except PacktrainError:
             return None  # without credentials; the store still answers
-        state = f"{states_of(machines) or 'no machine'} of {wanted}"
+        state = f"{states_of(machines) or 'no machine'} of {size}"
         return state if trouble is None else f"{state}: {trouble.text}"
 
     def release(self, run: Run, say: Say = silent) -> None:
@@ -358,16 +354,16 @@ def _end_idle(region: AwsRegion, run: Run) -> set[str]:
     After a failure they stay for a look, with the job and the code of then: the group would count them as machines of
     the run that is resumed now.
     """
-    there = {one["InstanceId"] for one in region.instances(label_of(run))}
-    if not there or not was_left_before_launch(run):  # nodes that have yet to join are awaited
+    names = {instance["InstanceId"] for instance in region.instances(label_of(run))}
+    if not names or not was_left_before_launch(run):  # nodes that have yet to join are awaited
         return set()
-    for name in sorted(there):
+    for name in sorted(names):
         try:
             smaller = {"InstanceId": name, "ShouldDecrementDesiredCapacity": True}
             region.ask("autoscaling", "terminate-instance-in-auto-scaling-group", **smaller)
         except AwsRefusal:  # it is not in the group any more
             region.ask("ec2", "terminate-instances", InstanceIds=[name])
-    return there
+    return names
 
 
 def _await_news(region: AwsRegion, label: str, past: Sequence[dict[str, Any]], idle: Collection[str], say: Say) -> None:
@@ -375,16 +371,16 @@ def _await_news(region: AwsRegion, label: str, past: Sequence[dict[str, Any]], i
 
     `past` are activities before this start, and `idle` the machines that it ended.
     """
-    backoff, said = Backoff(0.5, 3.0, limit_seconds=NEWS_SECONDS), ""
-    while not any(one["InstanceId"] not in idle for one in region.instances(label)):
-        trouble = trouble_of([one for one in _activities(region, label) if one not in past])
+    backoff, last = Backoff(0.5, 3.0, limit_seconds=NEWS_SECONDS), ""
+    while not any(instance["InstanceId"] not in idle for instance in region.instances(label)):
+        trouble = trouble_of([activity for activity in _activities(region, label) if activity not in past])
         if trouble is not None and trouble.for_good:
             raise PacktrainError(trouble.text)
-        if trouble is not None and trouble.text != said:
-            said = trouble.text
-            say(f"{said}; {_KEEPS_TRYING}")
+        if trouble is not None and trouble.text != last:
+            last = trouble.text
+            say(f"{last}; {_KEEPS_TRYING}")
         if not backoff.wait():
-            if not said:
+            if not last:
                 say(f"no machine has started yet; {_KEEPS_TRYING}")
             return
 
@@ -399,29 +395,50 @@ def _activities(region: AwsRegion, label: str) -> list[dict[str, Any]]:
 def _spot_price(region: AwsRegion, instances: Sequence[str]) -> str:
     """Return what spot machines cost now, for the person who starts them; a budget counts the full price."""
     newest = {"StartTime": time.time(), "ProductDescriptions": ["Linux/UNIX", "Linux/UNIX (Amazon VPC)"]}
-    try:
-        asked = {"InstanceTypes": list(instances), **newest}
-        found = region.ask_all("ec2", "describe-spot-price-history", "SpotPriceHistory", **asked)
-    except AwsRefusal:
-        return "spot prices are not known here"
-    prices = {one["InstanceType"]: float(one["SpotPrice"]) for one in sorted(found, key=_price, reverse=True)}
-    each = ", ".join(f"{kind} from ${price:.4g}/h" for kind, price in prices.items())
-    return f"spot prices in {region.place} now: {each}" if each else "spot prices are not known here"
-
-
-def _price(found: Mapping[str, Any]) -> float:
-    return float(found["SpotPrice"])
+    with suppress(AwsRefusal):
+        request = {"InstanceTypes": list(instances), **newest}
+        history = region.ask_all("ec2", "describe-spot-price-history", "SpotPriceHistory", **request)
+        dearest_first = sorted(history, key=lambda offer: float(offer["SpotPrice"]), reverse=True)
+        prices = {offer["InstanceType"]: float(offer["SpotPrice"]) for offer in dearest_first}  # the lowest of any zone
+        if prices:
+            texts = (f"{kind} from ${price:.4g}/h" for kind, price in prices.items())
+            return f"spot prices in {region.place} now: {', '.join(texts)}"
+    return "spot prices are not known here"
 
 
 def _chosen(instances: Sequence[dict[str, Any]], machine: str | None, run: str) -> dict[str, Any]:
     """Find a machine by its id, its address or the node's name in the store, which begins with its hostname."""
-    running = [one for one in instances if one["State"]["Name"] == "running"]
+    running = [instance for instance in instances if instance["State"]["Name"] == "running"]
     if not running:
         raise Mistake(f"{run}: no machine is running; `packtrain ls` shows the state of its group")
-    for one in running:
-        host = str(one.get("PrivateDnsName") or "").partition(".")[0]
-        names = (one["InstanceId"], host, one.get("PrivateIpAddress"), one.get("PublicIpAddress"))
-        if machine is None or machine in names or (host and machine.startswith(f"{host}-")):
-            return one
-    known = ", ".join(one["InstanceId"] for one in running)
-    raise Mistake(f"{run}: no machine {machine!r}; there are {known}")
+    for instance in running:
+        host = str(instance.get("PrivateDnsName") or "").partition(".")[0]
+        addresses = (instance.get("PrivateIpAddress"), instance.get("PublicIpAddress"))
+        is_meant = machine in (None, instance["InstanceId"], host, *addresses)
+        if is_meant or (host and machine is not None and machine.startswith(f"{host}-")):
+            return instance
+    names = ", ".join(instance["InstanceId"] for instance in running)
+    raise Mistake(f"{run}: no machine {machine!r}; there are {names}")
+
+
+def spot_notice() -> PreemptionNotice | None:
+    """Return the notice that EC2 is about to take this machine away, or the advice that it may do so soon.
+
+    The advice may come long before the notice, or together with it, or without one: the group then starts another
+    machine first.
+    """
+    if (text := metadata("spot/instance-action")) is not None:
+        action = json.loads(text)
+        fault = f"preemption notice: EC2 will {action['action']} this machine"
+        return PreemptionNotice(fault, _seconds_until(action["time"]))
+    if metadata("events/recommendations/rebalance") is not None:
+        return PreemptionNotice("EC2 recommends rebalancing: it may take this machine away soon", certain=False)
+    return None
+
+
+def _seconds_until(end: str) -> float:
+    try:
+        seconds = calendar.timegm(time.strptime(end, "%Y-%m-%dT%H:%M:%SZ")) - time.time()
+    except ValueError:
+        return NOTICE_SECONDS
+    return min(max(seconds, 1.0), NOTICE_SECONDS)  # whatever this machine's clock says

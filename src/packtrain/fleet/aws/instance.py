@@ -29,9 +29,9 @@ class Refused(Exception):
     """An answer of AWS that is an error: its code, such as VolumeInUse, and its message."""
 
     def __init__(self, status: int, text: str) -> None:
-        found = re.search(r"<Code>(.*?)</Code>|\"__type\": *\"(?:[^\"]*#)?([^\"]*)\"", text)
+        code_match = re.search(r"<Code>(.*?)</Code>|\"__type\": *\"(?:[^\"]*#)?([^\"]*)\"", text)
         message = re.search(r"<Message>(.*?)</Message>|\"[mM]essage\": *\"([^\"]*)\"", text, re.DOTALL)
-        self.code = (found[1] or found[2]) if found else str(status)
+        self.code = (code_match[1] or code_match[2]) if code_match else str(status)
         super().__init__(f"{self.code}: {(message[1] or message[2]) if message else text[:200]}")
 
 
@@ -63,18 +63,18 @@ def metadata(path: str) -> str | None:
     return text if status == 200 else None
 
 
-def _known(path: str) -> str:
+def _entry(path: str) -> str:
     for pause in (1, 2, 5, 10, 0):
         try:
-            found = metadata(path)
+            entry = metadata(path)
             break
         except (OSError, HTTPException):  # early in the boot the network may not be up
             if not pause:
                 raise
             time.sleep(pause)
-    if found is None:
+    if entry is None:
         raise Refused(404, f"the metadata service has no {path}")
-    return found
+    return entry
 
 
 def _keys(service: str) -> tuple[str, str, str]:
@@ -84,8 +84,8 @@ def _keys(service: str) -> tuple[str, str, str]:
     role = metadata("iam/security-credentials/")
     if not role:
         raise Refused(404, "this machine has no role; give fleet.aws an instance profile")
-    found = json.loads(_known("iam/security-credentials/" + role.split()[0]))
-    return found["AccessKeyId"], found["SecretAccessKey"], found["Token"]
+    keys = json.loads(_entry("iam/security-credentials/" + role.split()[0]))
+    return keys["AccessKeyId"], keys["SecretAccessKey"], keys["Token"]
 
 
 def request(
@@ -98,7 +98,7 @@ def request(
 ) -> bytes:
     """Send a request with Amazon's signature, version 4, and return the answer. Tries again for a minute."""
     name = {"autoscaling": "AUTO_SCALING", "secretsmanager": "SECRETS_MANAGER"}.get(service, service.upper())
-    region = os.environ["AWS_REGION"] if service == "s3" else _known("placement/region")
+    region = os.environ["AWS_REGION"] if service == "s3" else _entry("placement/region")
     server = os.environ.get("AWS_ENDPOINT_URL_" + name) or os.environ.get("AWS_ENDPOINT_URL")
     server = server or f"https://{service}.{region}.{metadata('services/domain') or 'amazonaws.com'}"
     for pause in (1, 2, 5, 10, 20, 20, 0):
@@ -121,19 +121,19 @@ def _signed(
     service: str, region: str, method: str, host: str, path: str, body: bytes, extra: dict[str, str]
 ) -> dict[str, str]:
     key_id, secret, session = _keys(service)
-    now, digest = time.strftime("%Y%m%dT%H%M%SZ", time.gmtime()), hashlib.sha256(body).hexdigest()
+    timestamp, digest = time.strftime("%Y%m%dT%H%M%SZ", time.gmtime()), hashlib.sha256(body).hexdigest()
     headers = {name.lower(): value for name, value in extra.items()}
-    headers.update({"host": host, "x-amz-content-sha256": digest, "x-amz-date": now})
+    headers.update({"host": host, "x-amz-content-sha256": digest, "x-amz-date": timestamp})
     if session:
         headers["x-amz-security-token"] = session
     names = ";".join(sorted(headers))
     canonical = [f"{name}:{headers[name]}" for name in sorted(headers)]
-    asked = "\n".join([method, path, "", *canonical, "", names, digest])
-    scope = "/".join((now[:8], region, service, "aws4_request"))
-    to_sign = "\n".join(["AWS4-HMAC-SHA256", now, scope, hashlib.sha256(asked.encode()).hexdigest()])
+    canonical_request = "\n".join([method, path, "", *canonical, "", names, digest])
+    scope = "/".join((timestamp[:8], region, service, "aws4_request"))
+    to_sign = "\n".join(["AWS4-HMAC-SHA256", timestamp, scope, hashlib.sha256(canonical_request.encode()).hexdigest()])
     key = ("AWS4" + secret).encode()
-    for part in scope.split("/"):
-        key = hmac.new(key, part.encode(), "sha256").digest()
+    for word in scope.split("/"):
+        key = hmac.new(key, word.encode(), "sha256").digest()
     signature = hmac.new(key, to_sign.encode(), "sha256").hexdigest()
     headers["authorization"] = (
         f"AWS4-HMAC-SHA256 Credential={key_id}/{scope}, SignedHeaders={names}, Signature={signature}"
@@ -143,8 +143,8 @@ def _signed(
 
 def query(service: str, action: str, **values: object) -> str:
     """Call an action of EC2 or Auto Scaling. `Filter_1_Name` stands for the parameter `Filter.1.Name`."""
-    given = {name.replace("_", "."): str(value) for name, value in values.items() if value not in (None, "")}
-    body = urlencode({"Action": action, "Version": _VERSIONS[service], **given}).encode()
+    parameters = {name.replace("_", "."): str(value) for name, value in values.items() if value not in (None, "")}
+    body = urlencode({"Action": action, "Version": _VERSIONS[service], **parameters}).encode()
     kind = {"Content-Type": "application/x-www-form-urlencoded; charset=utf-8"}
     return request(service, "POST", "/", body, kind).decode()
 
@@ -168,7 +168,7 @@ def fetch(key: str, file: str) -> None:
 
 def tell(run: str, text: str) -> None:
     """Record an event of the run, such as why this machine could not start."""
-    me = _known("instance-id")
+    me = _entry("instance-id")
     event = {"time": time.time(), "kind": "failure", "text": f"machine {me}: {text}"}
     _put(f"runs/{run}/events/{me}-{int(time.time())}/00000000.jsonl", (json.dumps(event) + "\n").encode())
 
@@ -185,31 +185,33 @@ def _put(key: str, data: bytes) -> None:
 def secret(reference: str) -> str:
     """Return the value behind `ssm:/team/wandb`, a parameter, or `secretsmanager:team/wandb`."""
     service, _, name = reference.partition(":")
-    action, asked = "AmazonSSM.GetParameter", {"Name": name, "WithDecryption": True}
+    action, parameters = "AmazonSSM.GetParameter", {"Name": name, "WithDecryption": True}
     if service == "secretsmanager":
-        action, asked = "secretsmanager.GetSecretValue", {"SecretId": name}
+        action, parameters = "secretsmanager.GetSecretValue", {"SecretId": name}
     headers = {"Content-Type": "application/x-amz-json-1.1", "X-Amz-Target": action}
-    found = json.loads(request(service, "POST", "/", json.dumps(asked).encode(), headers))
-    return str(found["SecretString"] if service == "secretsmanager" else found["Parameter"]["Value"])
+    answer = json.loads(request(service, "POST", "/", json.dumps(parameters).encode(), headers))
+    return str(answer["SecretString"] if service == "secretsmanager" else answer["Parameter"]["Value"])
 
 
 # Volumes.
 
 
-def attach(name: str, **made: object) -> str:
+def attach(name: str, **parameters: object) -> str:
     """Attach a free volume `name_0`, `name_1`... of this zone, or a new one made as given; return its id.
 
     Machines race for volumes: whoever attaches first has it, and the others take the next one.
     """
-    me, zone = _known("instance-id"), _known("placement/availability-zone")
-    own = _attached(name)
-    if own:  # this machine was restarted
-        return own[0][1]
+    me, zone = _entry("instance-id"), _entry("placement/availability-zone")
+    attached = _attached(name)
+    if attached:  # this machine was restarted
+        return attached[0][1]
     free = {"Filter_2_Name": "status", "Filter_2_Value_1": "available"}
     lost: set[str] = set()
     for _ in range(50):
-        found = _volumes(name, **free, Filter_3_Name="availability-zone", Filter_3_Value_1=zone)
-        volume = next((volume for _, volume in found if volume not in lost), None) or _made(name, zone, lost, **made)
+        volumes = _volumes(name, **free, Filter_3_Name="availability-zone", Filter_3_Value_1=zone)
+        volume = next((volume for _, volume in volumes if volume not in lost), None) or _new_volume(
+            name, zone, lost, **parameters
+        )
         try:
             query("ec2", "AttachVolume", VolumeId=volume, InstanceId=me, Device=_DEVICE)
             return volume
@@ -224,39 +226,39 @@ def attach(name: str, **made: object) -> str:
 
 
 def _attached(name: str) -> list[tuple[int, str]]:
-    return _volumes(name, Filter_2_Name="attachment.instance-id", Filter_2_Value_1=_known("instance-id"))
+    return _volumes(name, Filter_2_Name="attachment.instance-id", Filter_2_Value_1=_entry("instance-id"))
 
 
 def note_volume(run: str, name: str) -> None:
     """Record in the run's folder which volume this machine has: nothing else tells once the machine is gone."""
     for _, volume in _attached(name):
-        _put(f"runs/{run}/volumes/{volume}", _known("instance-id").encode())
+        _put(f"runs/{run}/volumes/{volume}", _entry("instance-id").encode())
 
 
 def _volumes(name: str, **filters: object) -> list[tuple[int, str]]:
     """Return the number and the id of the volumes `name_0`, `name_1`..., by number."""
     answer = query("ec2", "DescribeVolumes", Filter_1_Name="tag:Name", Filter_1_Value_1=name + "_*", **filters)
-    found = []
+    numbered = []
     # Elements come in any order, and an attached volume has its id twice.
     for volume in ElementTree.fromstring(answer).findall("{*}volumeSet/{*}item"):  # noqa: S314 - it is that of AWS
         tags = {tag.findtext("{*}key"): tag.findtext("{*}value") for tag in volume.findall("{*}tagSet/{*}item")}
         stem, _, number = (tags.get("Name") or "").rpartition("_")
         if stem == name and number.isdecimal():
-            found.append((int(number), volume.findtext("{*}volumeId") or ""))
-    return sorted(found)
+            numbered.append((int(number), volume.findtext("{*}volumeId") or ""))
+    return sorted(numbered)
 
 
-def _made(name: str, zone: str, lost: set[str], **made: object) -> str:
+def _new_volume(name: str, zone: str, lost: set[str], **parameters: object) -> str:
     numbers = {number for number, _ in _volumes(name)}
     number = next(number for number in range(len(numbers) + 1) if number not in numbers)
     tag = {"TagSpecification_1_ResourceType": "volume", "TagSpecification_1_Tag_1_Key": "Name"}
     # The token makes two machines that ask for the same volume at the same time get one volume, not two. EC2 refuses
     # the same token with other parameters, and gives the old volume for it even if somebody has deleted that: it is
     # lost then, and the next token is another one.
-    asked = f"{name}_{number} {zone} {sorted(lost)} {sorted(made.items())}"
-    token = hashlib.sha256(asked.encode()).hexdigest()
+    wording = f"{name}_{number} {zone} {sorted(lost)} {sorted(parameters.items())}"
+    token = hashlib.sha256(wording.encode()).hexdigest()
     value = {"TagSpecification_1_Tag_1_Value": f"{name}_{number}", "ClientToken": token}
-    answer = query("ec2", "CreateVolume", AvailabilityZone=zone, **tag, **value, **made)
+    answer = query("ec2", "CreateVolume", AvailabilityZone=zone, **tag, **value, **parameters)
     volume = _value(answer, "volumeId")
     for _ in range(120):
         try:
@@ -285,9 +287,9 @@ def device_of(volume: str) -> str:
 
 def terminate(replace: bool) -> None:
     """Terminate this machine. Unless it is to be replaced, its group becomes smaller, and the last one deletes it."""
-    me = _known("instance-id")
-    found = query("autoscaling", "DescribeAutoScalingInstances", InstanceIds_member_1=me)
-    group = "" if replace else _value(found, "AutoScalingGroupName")
+    me = _entry("instance-id")
+    instance = query("autoscaling", "DescribeAutoScalingInstances", InstanceIds_member_1=me)
+    group = "" if replace else _value(instance, "AutoScalingGroupName")
     if group and _is_last(me, group) and _delete(group):
         return
     smaller = "false" if replace else "true"
@@ -309,10 +311,10 @@ def _delete(group: str) -> bool:
 
 def _is_last(me: str, group: str) -> bool:
     """True if the group wants no other machine and has none. Those that are ending are listed for minutes."""
-    found = query("autoscaling", "DescribeAutoScalingGroups", AutoScalingGroupNames_member_1=group)
-    parts = [part for part in found.split("<member>") if "<LifecycleState>" in part]
-    others = [_value(part, "LifecycleState") for part in parts if _value(part, "InstanceId") != me]
-    return _value(found, "DesiredCapacity") in ("0", "1") and all(state.startswith("Termin") for state in others)
+    description = query("autoscaling", "DescribeAutoScalingGroups", AutoScalingGroupNames_member_1=group)
+    members = [member for member in description.split("<member>") if "<LifecycleState>" in member]
+    states = [_value(member, "LifecycleState") for member in members if _value(member, "InstanceId") != me]
+    return _value(description, "DesiredCapacity") in ("0", "1") and all(state.startswith("Termin") for state in states)
 
 
 def _value(text: str, name: str) -> str:
@@ -325,7 +327,7 @@ def is_noticed() -> bool:
 
 def main(command: str, *words: str) -> None:
     if command == "metadata":
-        print(_known(words[0]))
+        print(_entry(words[0]))
     elif command == "fetch":
         fetch(*words)
     elif command == "tell":

@@ -11,7 +11,8 @@ import gzip
 import json
 import re
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from datetime import UTC, datetime
 from string import Template
 from typing import TYPE_CHECKING, Any
@@ -37,60 +38,87 @@ _BUSY_SECONDS = 60.0  # of a group that is changing
 _GROUP_ID = ("--query", "GroupId", "--output", "text")
 _ENCODE = ("sh", "-c", "gzip -n | base64 -w0")
 _REQUEST = "--cli-input-json"
+_BETWEEN_MEMBERS = {
+    "GroupId": "${SECURITY_GROUP}",
+    "IpPermissions": [{"IpProtocol": "-1", "UserIdGroupPairs": [{"GroupId": "${SECURITY_GROUP}"}]}],
+}
+
+Tags = Sequence[Mapping[str, str]]
 
 
 def launch_plans(run: Run, settings: AwsSettings, region: AwsRegion) -> list[LaunchPlan]:
     """Return the commands of a person who would do it by hand, in order. Requests are part of them, as JSON."""
-    label, ends = label_of(run), _ends(run, settings)
-    tags = {key: tag_value(value) for key, value in tags_of(run, settings.limit.value).items()}
-    ec2, scaling = ("aws", "ec2"), ("aws", "autoscaling")
-    steps: list[tuple[str, tuple[str, ...], Any]] = [
-        *_questions(settings),
-        ("USER_DATA", _ENCODE, boot_script(run, settings, ends)),
+    label = label_of(run)
+    tags = [{"Key": key, "Value": tag_value(value)} for key, value in tags_of(run, settings.limit.value).items()]
+    # AWS ends the machines when the budget is used up, or after `limit`. Even a run that finishes needs this: machines
+    # whose role may not make the group smaller are replaced for ever.
+    budget = budget_seconds(run)
+    ends = time.time() + (settings.limit.value if budget is None else budget) + _START_SECONDS
+    firewall = {
+        "GroupName": label,
+        "Description": f"Machines of {run.name} reach each other, and nobody else reaches them",
+        "VpcId": "${VPC}",
+        "TagSpecifications": [{"ResourceType": "security-group", "Tags": tags}],
+    }
+    group = {"AutoScalingGroupName": label}
+    end = {
+        **group,
+        "ScheduledActionName": "budget",
+        "StartTime": datetime.fromtimestamp(ends, UTC).strftime("%Y-%m-%dT%H:%M:%SZ"),
+        "MinSize": 0,
+        "MaxSize": 0,
+        "DesiredCapacity": 0,
+    }
+    requests: list[tuple[str, str, Mapping[str, Any]]] = [
         *_role(run, settings, region, tags),
-        ("SECURITY_GROUP", (*ec2, "create-security-group", *_GROUP_ID), _firewall(run, tags)),
-        *(("", (*ec2, "authorize-security-group-ingress"), rule) for rule in _ingress(settings)),
-        *([("", (*ec2, "authorize-security-group-egress"), _between_members())] if settings.efa else []),
-        ("", (*ec2, "create-launch-template"), _template(settings, label, tags)),
-        ("", (*scaling, "create-auto-scaling-group"), _group(settings, label, tags)),
+        ("ec2", "create-security-group", firewall),
+        # One request for each rule: AWS refuses all of a request if the group has one of its rules already.
+        ("ec2", "authorize-security-group-ingress", _BETWEEN_MEMBERS),
+        *([] if settings.ssh_from is None else [("ec2", "authorize-security-group-ingress", _ssh(settings.ssh_from))]),
+        *([("ec2", "authorize-security-group-egress", _BETWEEN_MEMBERS)] if settings.efa else []),
+        ("ec2", "create-launch-template", _template(settings, label, tags)),
+        ("autoscaling", "create-auto-scaling-group", _group(settings, label, tags)),
         # It would end healthy machines only to spread them evenly over the zones.
-        ("", (*scaling, "suspend-processes"), {"AutoScalingGroupName": label, "ScalingProcesses": ["AZRebalance"]}),
-        ("", (*scaling, "put-scheduled-update-group-action"), _end_of(label, ends)),
-        ("", (*scaling, "set-desired-capacity"), _wanted(label, settings.machines.most)),
-    ]
+        ("autoscaling", "suspend-processes", {**group, "ScalingProcesses": ["AZRebalance"]}),
+        ("autoscaling", "put-scheduled-update-group-action", end),
+        ("autoscaling", "set-desired-capacity",
+         {**group, "DesiredCapacity": settings.machines.most, "HonorCooldown": False}),
+    ]  # fmt: skip
+    title = f"AWS {region.place}"
     where = ("--region", region.place, *(("--profile", settings.profile) if settings.profile else ()))
-    return [_plan(where, *step) for step in steps]
+
+    def command(service: str, operation: str, request: Mapping[str, Any]) -> LaunchPlan:
+        gives, output = ("SECURITY_GROUP", _GROUP_ID) if request is firewall else (None, ())
+        body = (_REQUEST, json.dumps(request, indent=2))
+        return LaunchPlan(title, ("aws", service, operation, *output, *where, *body), gives=gives)
+
+    return [
+        *(LaunchPlan(title, (*words, *where), gives=name) for name, words in _questions(settings)),
+        LaunchPlan(title, _ENCODE, script=boot_script(run, settings, ends), gives="USER_DATA"),
+        *(command(*request) for request in requests),
+    ]
 
 
-def _ends(run: Run, settings: AwsSettings) -> float:
-    """Return when AWS ends the machines at the latest: the budget is used up, or `limit` has passed without one.
-
-    Even a run that finishes needs this: machines whose role may not make the group smaller are replaced for ever.
-    """
-    left = budget_seconds(run)
-    return time.time() + (settings.limit.value if left is None else left) + _START_SECONDS
-
-
-def _questions(settings: AwsSettings) -> Iterator[tuple[str, tuple[str, ...], None]]:
+def _questions(settings: AwsSettings) -> Iterator[tuple[str, tuple[str, ...]]]:
     """Yield the commands that find the image and the subnets."""
     text = ("--output", "text")
     if settings.image.startswith("ssm:"):
         name = settings.image.removeprefix("ssm:")
-        yield "IMAGE", ("aws", "ssm", "get-parameter", "--name", name, "--query", "Parameter.Value", *text), None
+        yield "IMAGE", ("aws", "ssm", "get-parameter", "--name", name, "--query", "Parameter.Value", *text)
     elif not settings.image.startswith("ami-"):
         newest = "sort_by(Images, &CreationDate)[-1].ImageId"
         where = ("--owners", settings.owner, "--filters", f"Name=name,Values={settings.image}")
-        yield "IMAGE", ("aws", "ec2", "describe-images", *where, "--query", newest, *text), None
+        yield "IMAGE", ("aws", "ec2", "describe-images", *where, "--query", newest, *text)
     root = ("aws", "ec2", "describe-images", "--image-ids", _image(settings), "--query", "Images[0].RootDeviceName")
-    yield "ROOT_DEVICE", (*root, *text), None
+    yield "ROOT_DEVICE", (*root, *text)
     subnets: tuple[str, ...] = ("aws", "ec2", "describe-subnets")
     if settings.subnets:
         subnets = (*subnets, "--subnet-ids", *settings.subnets)
     else:
         zones = (f"Name=availability-zone,Values={','.join(settings.zones)}",) if settings.zones else ()
         subnets = (*subnets, "--filters", "Name=default-for-az,Values=true", *zones)
-    yield "SUBNETS", (*subnets, "--query", "join(',', Subnets[].SubnetId)", *text), None
-    yield "VPC", (*subnets, "--query", "Subnets[0].VpcId", *text), None
+    yield "SUBNETS", (*subnets, "--query", "join(',', Subnets[].SubnetId)", *text)
+    yield "VPC", (*subnets, "--query", "Subnets[0].VpcId", *text)
 
 
 def _image(settings: AwsSettings) -> str:
@@ -98,33 +126,29 @@ def _image(settings: AwsSettings) -> str:
 
 
 def _role(
-    run: Run, settings: AwsSettings, region: AwsRegion, tags: Mapping[str, str]
-) -> Iterator[tuple[str, tuple[str, ...], dict[str, Any]]]:
+    run: Run, settings: AwsSettings, region: AwsRegion, tags: Tags
+) -> Iterator[tuple[str, str, Mapping[str, Any]]]:
     rights = policy(run.store.url, label_of(run) if settings.create_role else ALL_RUNS, settings, region)
     if not settings.create_role:
         # Only printed: what whoever manages the role has to allow, once.
-        yield "", ("aws", "iam", "create-policy"), {"PolicyName": "packtrain", "PolicyDocument": json.dumps(rights)}
+        yield "iam", "create-policy", {"PolicyName": "packtrain", "PolicyDocument": json.dumps(rights)}
         return
     name, path = label_of(run), region.role_path
     role = {"RoleName": name, "Path": path, "AssumeRolePolicyDocument": json.dumps(ASSUMED_BY_MACHINES)}
-    profile = {"InstanceProfileName": name, "Path": path}
-    yield "", ("aws", "iam", "create-role"), {**role, "Tags": _listed(tags)}
+    yield "iam", "create-role", {**role, "Tags": tags}
     inline = {"RoleName": name, "PolicyName": "packtrain", "PolicyDocument": json.dumps(rights)}
-    yield "", ("aws", "iam", "put-role-policy"), inline
-    yield "", ("aws", "iam", "create-instance-profile"), {**profile, "Tags": _listed(tags)}
-    yield "", ("aws", "iam", "add-role-to-instance-profile"), {"InstanceProfileName": name, "RoleName": name}
+    yield "iam", "put-role-policy", inline
+    yield "iam", "create-instance-profile", {"InstanceProfileName": name, "Path": path, "Tags": tags}
+    yield "iam", "add-role-to-instance-profile", {"InstanceProfileName": name, "RoleName": name}
 
 
-def _ingress(settings: AwsSettings) -> Iterator[dict[str, Any]]:
-    """Yield a request for each rule: AWS refuses all of a request if the group has one of its rules already."""
-    yield _between_members()
-    if settings.ssh_from is not None:
-        ranges = [{"CidrIp": settings.ssh_from, "Description": "ssh"}]
-        ssh = {"IpProtocol": "tcp", "FromPort": 22, "ToPort": 22, "IpRanges": ranges}
-        yield {"GroupId": "${SECURITY_GROUP}", "IpPermissions": [ssh]}
+def _ssh(network: str) -> dict[str, Any]:
+    ranges = [{"CidrIp": network, "Description": "ssh"}]
+    rule = {"IpProtocol": "tcp", "FromPort": 22, "ToPort": 22, "IpRanges": ranges}
+    return {"GroupId": "${SECURITY_GROUP}", "IpPermissions": [rule]}
 
 
-def _template(settings: AwsSettings, label: str, tags: Mapping[str, str]) -> dict[str, Any]:
+def _template(settings: AwsSettings, label: str, tags: Tags) -> dict[str, Any]:
     # Some images leave their disk behind.
     disk = {"VolumeType": "gp3", "VolumeSize": gibibytes(settings.disk), "DeleteOnTermination": True}
     data: dict[str, Any] = {
@@ -136,7 +160,7 @@ def _template(settings: AwsSettings, label: str, tags: Mapping[str, str]) -> dic
         "MetadataOptions": {"HttpTokens": "required", "HttpPutResponseHopLimit": 2},  # 2: also from a container
         "BlockDeviceMappings": [{"DeviceName": "${ROOT_DEVICE}", "Ebs": disk}],
         "TagSpecifications": [
-            {"ResourceType": kind, "Tags": _listed({"Name": label, **tags})}
+            {"ResourceType": kind, "Tags": [{"Key": "Name", "Value": label}, *tags]}
             for kind in ("instance", "volume", "network-interface")
         ],
     }
@@ -152,11 +176,11 @@ def _template(settings: AwsSettings, label: str, tags: Mapping[str, str]) -> dic
         ]  # fmt: skip
     else:
         data["SecurityGroupIds"] = ["${SECURITY_GROUP}"]
-    about = [{"ResourceType": "launch-template", "Tags": _listed(tags)}]
+    about = [{"ResourceType": "launch-template", "Tags": tags}]
     return {"LaunchTemplateName": label, "LaunchTemplateData": data, "TagSpecifications": about}
 
 
-def _group(settings: AwsSettings, label: str, tags: Mapping[str, str]) -> dict[str, Any]:
+def _group(settings: AwsSettings, label: str, tags: Tags) -> dict[str, Any]:
     template = {"LaunchTemplateName": label, "Version": "$Default"}
     group: dict[str, Any] = {
         "AutoScalingGroupName": label,
@@ -166,7 +190,7 @@ def _group(settings: AwsSettings, label: str, tags: Mapping[str, str]) -> dict[s
         "VPCZoneIdentifier": "${SUBNETS}",
         # AWS brings the replacement of a spot machine that it is likely to take away.
         "CapacityRebalance": settings.spot,
-        "Tags": [{**tag, "PropagateAtLaunch": True} for tag in _listed(tags)],
+        "Tags": [{**tag, "PropagateAtLaunch": True} for tag in tags],
     }
     if not settings.spot and len(settings.instances) == 1:
         return {**group, "LaunchTemplate": template}
@@ -179,51 +203,6 @@ def _group(settings: AwsSettings, label: str, tags: Mapping[str, str]) -> dict[s
     }
     mixed = {"LaunchTemplateSpecification": template, "Overrides": overrides}
     return {**group, "MixedInstancesPolicy": {"LaunchTemplate": mixed, "InstancesDistribution": shares}}
-
-
-def _plan(where: tuple[str, ...], gives: str, arguments: tuple[str, ...], request: Any) -> LaunchPlan:
-    title = f"AWS {where[1]}"
-    if isinstance(request, str):
-        return LaunchPlan(title, arguments, script=request, gives=gives)
-    asked = () if request is None else (_REQUEST, json.dumps(request, indent=2))
-    return LaunchPlan(title, (*arguments, *where, *asked), gives=gives or None)
-
-
-def _time(seconds: float) -> str:
-    return datetime.fromtimestamp(seconds, UTC).strftime("%Y-%m-%dT%H:%M:%SZ")
-
-
-def _listed(tags: Mapping[str, str]) -> list[dict[str, str]]:
-    return [{"Key": key, "Value": value} for key, value in tags.items()]
-
-
-def _firewall(run: Run, tags: Mapping[str, str]) -> dict[str, Any]:
-    return {
-        "GroupName": label_of(run),
-        "Description": f"Machines of {run.name} reach each other, and nobody else reaches them",
-        "VpcId": "${VPC}",
-        "TagSpecifications": [{"ResourceType": "security-group", "Tags": _listed(tags)}],
-    }
-
-
-def _between_members() -> dict[str, Any]:
-    everything = {"IpProtocol": "-1", "UserIdGroupPairs": [{"GroupId": "${SECURITY_GROUP}"}]}
-    return {"GroupId": "${SECURITY_GROUP}", "IpPermissions": [everything]}
-
-
-def _end_of(label: str, ends: float) -> dict[str, Any]:
-    return {
-        "AutoScalingGroupName": label,
-        "ScheduledActionName": "budget",
-        "StartTime": _time(ends),
-        "MinSize": 0,
-        "MaxSize": 0,
-        "DesiredCapacity": 0,
-    }
-
-
-def _wanted(label: str, machines: int) -> dict[str, Any]:
-    return {"AutoScalingGroupName": label, "DesiredCapacity": machines, "HonorCooldown": False}
 
 
 # Execution.
@@ -292,10 +271,10 @@ def _security_group(region: AwsRegion, request: Mapping[str, Any]) -> str:
     named = {"group-name": request["GroupName"], "vpc-id": request["VpcId"]}
     filters = [{"Name": name, "Values": [value]} for name, value in named.items()]
     backoff = Backoff(0.5, 3.0, limit_seconds=30.0)  # what was just created may not be listed yet
-    while not (found := region.ask("ec2", "describe-security-groups", Filters=filters)["SecurityGroups"]):
+    while not (groups := region.ask("ec2", "describe-security-groups", Filters=filters)["SecurityGroups"]):
         if not backoff.wait():
             raise PacktrainError(f"AWS created the security group {request['GroupName']}, but does not list it")
-    group: str = found[0]["GroupId"]
+    group: str = groups[0]["GroupId"]
     if not is_new:
         _tag(region, group, request)
     return group
@@ -305,22 +284,21 @@ def _template_version(region: AwsRegion, request: Mapping[str, Any]) -> None:
     """Create the template, or a new version of it: the job may have changed since the run was stopped."""
     name = request["LaunchTemplateName"]
     if not _create(region, "ec2", "create-launch-template", request):
-        data = request["LaunchTemplateData"]
-        asked = {"LaunchTemplateName": name, "LaunchTemplateData": data}
-        made = region.ask("ec2", "create-launch-template-version", **asked)["LaunchTemplateVersion"]
-        number = str(made["VersionNumber"])
+        change = {"LaunchTemplateName": name, "LaunchTemplateData": request["LaunchTemplateData"]}
+        version = region.ask("ec2", "create-launch-template-version", **change)["LaunchTemplateVersion"]
+        number = str(version["VersionNumber"])
         region.ask("ec2", "modify-launch-template", LaunchTemplateName=name, DefaultVersion=number)
-        _tag(region, made["LaunchTemplateId"], request)
+        _tag(region, version["LaunchTemplateId"], request)
 
 
 def _scaling_group(region: AwsRegion, request: Mapping[str, Any]) -> None:
     """Create the group, or change the one that the run had before."""
     name = request["AutoScalingGroupName"]
     backoff = Backoff(1.0, 10.0, limit_seconds=_DELETION_SECONDS)
-    while (known := find_group(region, name)) is not None and known.get("Status"):  # it is being deleted
+    while (former := find_group(region, name)) is not None and former.get("Status"):  # it is being deleted
         if not backoff.wait():
             raise PacktrainError(f"the former group {name} is still being deleted; run `packtrain resume` later")
-    if known is None:
+    if former is None:
         backoff = Backoff(2.0, 5.0, limit_seconds=60.0)
         while True:
             try:
@@ -331,22 +309,58 @@ def _scaling_group(region: AwsRegion, request: Mapping[str, Any]) -> None:
                 # A role that was just created is not known everywhere yet.
                 if not re.search("instance.?profile", str(refusal), re.IGNORECASE) or not backoff.wait():
                     raise
-    _change_group(region, name, request)
-
-
-def _change_group(region: AwsRegion, name: str, request: Mapping[str, Any]) -> None:
-    changed = {key: value for key, value in request.items() if key not in ("Tags", "DesiredCapacity")}
-    _ask_until_free(region, "autoscaling", "update-auto-scaling-group", changed)
+    changes = {key: value for key, value in request.items() if key not in ("Tags", "DesiredCapacity")}
+    _ask_until_free(region, "autoscaling", "update-auto-scaling-group", changes)
     group = {"ResourceId": name, "ResourceType": "auto-scaling-group"}
     region.ask("autoscaling", "create-or-update-tags", Tags=[{**tag, **group} for tag in request["Tags"]])
     # The end of a former budget; that of the present one is set next.
-    old = region.ask("autoscaling", "describe-scheduled-actions", AutoScalingGroupName=name)
-    for action in old["ScheduledUpdateGroupActions"]:
-        one = {"AutoScalingGroupName": name, "ScheduledActionName": action["ScheduledActionName"]}
-        region.ask("autoscaling", "delete-scheduled-action", **one)
+    scheduled = region.ask("autoscaling", "describe-scheduled-actions", AutoScalingGroupName=name)
+    for action in scheduled["ScheduledUpdateGroupActions"]:
+        former_end = {"AutoScalingGroupName": name, "ScheduledActionName": action["ScheduledActionName"]}
+        region.ask("autoscaling", "delete-scheduled-action", **former_end)
 
 
 def find_group(region: AwsRegion, label: str) -> dict[str, Any] | None:
     """Return the Auto Scaling group of a run."""
     answer = region.ask("autoscaling", "describe-auto-scaling-groups", AutoScalingGroupNames=[label])
     return next(iter(answer["AutoScalingGroups"]), None)
+
+
+# Why a group gets no machines.
+
+
+@dataclass(frozen=True)
+class Trouble:
+    """The last failure of a group, in words. `for_good`: no other type or zone, and no waiting, will help."""
+
+    text: str
+    for_good: bool
+
+
+_TROUBLES = (
+    (r"vcpu|VcpuLimitExceeded", True, "the account's quota of vCPUs for these instance types is used up"
+     "; ask for more under Service Quotas, or use other types"),
+    (r"MaxSpotInstanceCountExceeded|spot instance count", True, "the account's quota of spot machines is used up"
+     "; ask for more under Service Quotas, or set spot: false"),
+    (r"image id .* does not exist|InvalidAMIID", True, "the image is gone; set another fleet.aws.image"),
+    (r"IAM Instance Profile|iamInstanceProfile", True, "AWS refuses the instance profile; check fleet.aws.role"),
+    (r"UnauthorizedOperation|not authorized", True, "AWS may not start machines for this account; check the role"
+     " AWSServiceRoleForAutoScaling, and the key of encrypted disks"),
+    (r"sufficient .*capacity|InsufficientInstanceCapacity|no Spot capacity|UnfulfillableCapacity", False,
+     "AWS has no free machines of these types in these zones; more instances and zones help"),
+    (r"Unsupported|not supported in your requested", False, "a zone does not offer the instance type"),
+)  # fmt: skip
+
+
+def trouble_of(activities: Sequence[dict[str, Any]]) -> Trouble | None:
+    """Return what keeps a group from starting machines, from its activities, newest first; None if nothing does."""
+    for activity in activities:
+        if activity.get("StatusCode") == "Successful":
+            return None
+        if activity.get("StatusCode") == "Failed":
+            message = str(activity.get("StatusMessage") or "")
+            for pattern, for_good, text in _TROUBLES:
+                if re.search(pattern, message, re.IGNORECASE):
+                    return Trouble(text, for_good)
+            return Trouble(message, for_good=False)
+    return None

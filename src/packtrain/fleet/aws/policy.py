@@ -102,7 +102,7 @@ def _volumes(settings: AwsSettings, store: str, label: str, start: str, region: 
         return []
     ec2 = f"{start}:ec2:{region}:*"
     named = {"StringLike": {"aws:ResourceTag/Name": f"{settings.volume.name}_*"}}
-    made = {"StringLike": {"aws:RequestTag/Name": f"{settings.volume.name}_*"}}
+    requested = {"StringLike": {"aws:RequestTag/Name": f"{settings.volume.name}_*"}}
     tagged = {"StringEquals": {"ec2:CreateAction": "CreateVolume"}}
     snapshot = (
         [] if settings.volume.snapshot is None else [f"{start}:ec2:{region}::snapshot/{settings.volume.snapshot}"]
@@ -111,7 +111,7 @@ def _volumes(settings: AwsSettings, store: str, label: str, start: str, region: 
         _allow("SeeVolumes", ("ec2:DescribeVolumes",)),
         _allow("TakeAVolume", ("ec2:AttachVolume",), f"{ec2}:volume/*", named),
         _allow("TakeItToThisMachine", ("ec2:AttachVolume",), f"{ec2}:instance/*", _of(store, label)),
-        _allow("MakeAVolume", ("ec2:CreateVolume",), f"{ec2}:volume/*", made),
+        _allow("MakeAVolume", ("ec2:CreateVolume",), f"{ec2}:volume/*", requested),
         _allow("NameTheVolume", ("ec2:CreateTags",), f"{ec2}:volume/*", tagged),
         *([_allow("UseTheSnapshot", ("ec2:CreateVolume",), snapshot)] if snapshot else []),
     ]

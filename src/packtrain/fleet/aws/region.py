@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 import os
 import re
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from functools import lru_cache
 from threading import Lock
 from typing import Any
@@ -53,9 +53,9 @@ class AwsRegion(Provider):
 
     def __init__(self, profile: str | None, region: str) -> None:
         self.place, self._session = region, session_of(profile)
-        known = self._session.get_available_regions("ec2", self.partition)
-        if region not in known:
-            raise FieldMistake("fleet.aws.region", f"unknown region {region!r}; {nearest(region, known)}")
+        regions = self._session.get_available_regions("ec2", self.partition)
+        if region not in regions:
+            raise FieldMistake("fleet.aws.region", f"unknown region {region!r}; {nearest(region, regions)}")
         # AWS lists what is new only after some seconds; any other server lists what it has.
         is_amazon = ".amazonaws." in self.client("ec2").meta.endpoint_url
         self.settle_seconds = _SETTLE_SECONDS if is_amazon else 0.0
@@ -80,8 +80,8 @@ class AwsRegion(Provider):
         """Return the items below `key` of all pages of an answer."""
 
         def pages(client: Any) -> list[dict[str, Any]]:
-            found = client.get_paginator(operation.replace("-", "_")).paginate(**request)
-            return [item for page in found for item in page.get(key, ())]
+            paginator = client.get_paginator(operation.replace("-", "_"))
+            return [item for page in paginator.paginate(**request) for item in page.get(key, ())]
 
         items: list[dict[str, Any]] = self._sent(service, operation, pages)
         return items
@@ -116,51 +116,48 @@ class AwsRegion(Provider):
     # What runs have here.
 
     def resources(self, label: str | None) -> list[Resource]:
-        return [*self._groups(label), *self._machines(label), *self._templates(label), *self._firewalls(label),
-                *self._roles(label)]  # fmt: skip
+        groups = ("autoscaling", "describe-auto-scaling-groups", "AutoScalingGroups", "AutoScalingGroupName")
+        templates = ("ec2", "describe-launch-templates", "LaunchTemplates", "LaunchTemplateId")
+        firewalls = ("ec2", "describe-security-groups", "SecurityGroups", "GroupId")
+        return [
+            *self._tagged("Auto Scaling group", *groups, label),
+            *(self._resource("instance", instance["InstanceId"], instance) for instance in self.instances(label)),
+            *self._tagged("launch template", *templates, label),
+            *self._tagged("security group", *firewalls, label),
+            *self._roles(label),
+        ]
 
     def instances(self, label: str | None) -> list[dict[str, Any]]:
         """Return the machines of a run, or of all runs, as EC2 describes them."""
         states = {"Name": "instance-state-name", "Values": list(_LIVING)}
-        found = self.ask_all("ec2", "describe-instances", "Reservations", Filters=[_tagged(label), states])
-        return [instance for reservation in found for instance in reservation["Instances"]]
+        reservations = self.ask_all("ec2", "describe-instances", "Reservations", Filters=[_filter_of(label), states])
+        return [instance for reservation in reservations for instance in reservation["Instances"]]
 
-    def _groups(self, label: str | None) -> Iterable[Resource]:
-        operation = ("autoscaling", "describe-auto-scaling-groups", "AutoScalingGroups")
-        for group in self.ask_all(*operation, Filters=[_tagged(label)]):
-            yield self._resource("Auto Scaling group", group["AutoScalingGroupName"], group)
+    def _tagged(
+        self, kind: str, service: str, operation: str, key: str, name: str, label: str | None
+    ) -> Iterator[Resource]:
+        for description in self.ask_all(service, operation, key, Filters=[_filter_of(label)]):
+            yield self._resource(kind, description[name], description)
 
-    def _machines(self, label: str | None) -> Iterable[Resource]:
-        for instance in self.instances(label):
-            yield self._resource("instance", instance["InstanceId"], instance)
-
-    def _templates(self, label: str | None) -> Iterable[Resource]:
-        for found in self.ask_all("ec2", "describe-launch-templates", "LaunchTemplates", Filters=[_tagged(label)]):
-            yield self._resource("launch template", found["LaunchTemplateId"], found)
-
-    def _firewalls(self, label: str | None) -> Iterable[Resource]:
-        for group in self.ask_all("ec2", "describe-security-groups", "SecurityGroups", Filters=[_tagged(label)]):
-            yield self._resource("security group", group["GroupId"], group)
-
-    def _roles(self, label: str | None) -> Iterable[Resource]:
+    def _roles(self, label: str | None) -> Iterator[Resource]:
         """Yield the roles that runs have created for themselves; who may not list roles has created none."""
         for kind, operation, key, name in (
             ("instance profile", "list-instance-profiles", "InstanceProfiles", "InstanceProfileName"),
             ("role", "list-roles", "Roles", "RoleName"),
         ):
             try:
-                found = self.ask_all("iam", operation, key, PathPrefix=self.role_path)
+                roles = self.ask_all("iam", operation, key, PathPrefix=self.role_path)
             except AwsRefusal as refusal:
                 if refusal.is_forbidden:
                     return
                 raise
-            for one in found:
+            for role in roles:
                 # A role is named after its run. The path is compared again: not every server does.
-                if one["Path"] == self.role_path and label in (None, one[name]):
-                    yield Resource(kind, one[name], self.place, one[name])
+                if role["Path"] == self.role_path and label in (None, role[name]):
+                    yield Resource(kind, role[name], self.place, role[name])
 
-    def _resource(self, kind: str, name: str, found: Mapping[str, Any]) -> Resource:
-        tags = {tag["Key"]: tag["Value"] for tag in found.get("Tags", ())}
+    def _resource(self, kind: str, name: str, description: Mapping[str, Any]) -> Resource:
+        tags = {tag["Key"]: tag["Value"] for tag in description.get("Tags", ())}
         return Resource.tagged(kind, name, self.place, tags)
 
     def delete(self, resource: Resource) -> None:
@@ -178,8 +175,8 @@ class AwsRegion(Provider):
         if resource.kind != "Auto Scaling group":
             return False
         named = {"AutoScalingGroupNames": [resource.name]}
-        found = self.ask("autoscaling", "describe-auto-scaling-groups", **named)["AutoScalingGroups"]
-        return all(group.get("Status") for group in found)
+        groups = self.ask("autoscaling", "describe-auto-scaling-groups", **named)["AutoScalingGroups"]
+        return all(group.get("Status") for group in groups)
 
     def _delete(self, kind: str, name: str) -> None:
         if kind == "Auto Scaling group":
@@ -251,7 +248,7 @@ def tag_value(text: str) -> str:
     return f"{value[: _MAX_VALUE - len(digest) - 1]}-{digest}"
 
 
-def _tagged(label: str | None) -> dict[str, Any]:
+def _filter_of(label: str | None) -> dict[str, Any]:
     """Return the filter of a run's things, or of those of all runs."""
     if label is None:
         return {"Name": "tag-key", "Values": [LABEL_TAG]}
@@ -260,7 +257,7 @@ def _tagged(label: str | None) -> dict[str, Any]:
 
 def _refusal(error: Any, service: str, operation: str, region: str) -> AwsRefusal:
     code, message = error.response["Error"].get("Code", ""), error.response["Error"].get("Message") or ""
-    what = f"aws {service} {operation} in {region}"
+    request = f"aws {service} {operation} in {region}"
     if code in _EXPIRED:
         clock = ", or the clock of this computer is wrong" if code == "RequestExpired" else ""
         return AwsRefusal(code, f"the AWS credentials have expired{clock}; renew them, as with `aws sso login`")
@@ -268,7 +265,7 @@ def _refusal(error: Any, service: str, operation: str, region: str) -> AwsRefusa
         return AwsRefusal(code, f"AWS does not accept the credentials ({code}); check AWS_PROFILE and the keys")
     if code in _FORBIDDEN:
         action = f"{service}:{operation.title().replace('-', '')}"
-        return AwsRefusal(code, f"{what}: not allowed; ask for the right to {action}")
+        return AwsRefusal(code, f"{request}: not allowed; ask for the right to {action}")
     if code == "OptInRequired":
-        return AwsRefusal(code, f"{what}: the account has not enabled this region; enable it, or use another one")
-    return AwsRefusal(code, f"{what}: {message} ({code})")
+        return AwsRefusal(code, f"{request}: the account has not enabled this region; enable it, or use another one")
+    return AwsRefusal(code, f"{request}: {message} ({code})")

@@ -10,11 +10,11 @@ import io
 import os
 import shlex
 import tempfile
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from contextlib import contextmanager
 from functools import cache
 from pathlib import Path
-from typing import IO, Protocol
+from typing import IO, TYPE_CHECKING
 
 from packtrain.errors import (
     EXIT_DONE,
@@ -30,13 +30,15 @@ from packtrain.identity import identity, source
 from packtrain.run.run import Run
 from packtrain.store.services import checked_endpoint
 from packtrain.system import cache_directory, sha256_of
-from packtrain.units import Duration
+
+if TYPE_CHECKING:
+    from packtrain.fleet.aws.fleet import AwsSettings
 
 ENVIRONMENT = "environment.tar"
 """Name in a run's folder of what a machine makes its Python environment of; `put_environment` puts it there."""
 
 # Of the services that instance.py asks. User data can be read in AWS's console: no address may have a password in it.
-_ENDPOINTS = ("AWS_ENDPOINT_URL", *(f"AWS_ENDPOINT_URL_{one}" for one in (
+_ENDPOINTS = ("AWS_ENDPOINT_URL", *(f"AWS_ENDPOINT_URL_{service}" for service in (
     "S3", "EC2", "AUTO_SCALING", "SSM", "SECRETS_MANAGER",
 )))  # fmt: skip
 _EXITS = {
@@ -49,39 +51,7 @@ _EXITS = {
 }
 
 
-class ClaimedVolume(Protocol):
-    """An EBS volume by its name: machine i gets a free `name_i`, made as given if there is none."""
-
-    @property
-    def name(self) -> str: ...
-    @property
-    def parameters(self) -> Mapping[str, str | int]:
-        """Parameters of `ec2 create-volume`: SnapshotId, Size, VolumeType, Iops, Throughput."""
-
-
-class BootSettings(Protocol):
-    """The part of the fleet's settings that a machine has to know."""
-
-    @property
-    def linger(self) -> Duration: ...
-    @property
-    def volume(self) -> ClaimedVolume | None: ...
-    @property
-    def mounts(self) -> Mapping[str, str]:
-        """Directories and what is mounted there by NFS: `fs-0123:/` of EFS, or `server:/export`."""
-
-    @property
-    def secrets(self) -> Mapping[str, str]:
-        """Variables and where their values are: `ssm:NAME` or `secretsmanager:NAME`."""
-
-    @property
-    def python(self) -> str | None: ...
-    @property
-    def bundle(self) -> str | None:
-        """A directory of wheels, for machines without an index."""
-
-
-def boot_script(run: Run, settings: BootSettings, ends: float) -> str:
+def boot_script(run: Run, settings: AwsSettings, ends: float) -> str:
     """Return the script. `ends` is when the machine has to be gone at the latest, in seconds since 1970."""
     head = ["#!/bin/bash", f"# Packtrain: takes part in {run.name} and then ends this machine."]
     body = source()["fleet/aws/boot.sh"].decode()
@@ -90,13 +60,13 @@ def boot_script(run: Run, settings: BootSettings, ends: float) -> str:
     return "\n".join([*head, *_variables(run, settings, ends), body])
 
 
-def put_environment(run: Run, settings: BootSettings) -> None:
+def put_environment(run: Run, settings: AwsSettings) -> None:
     """Put what machines make their Python environment of into the run's folder, before a machine starts."""
     with _archive(settings.bundle) as file:
         run.store.put_file(run.key(ENVIRONMENT), Path(file.name))
 
 
-def _variables(run: Run, settings: BootSettings, ends: float) -> Iterator[str]:
+def _variables(run: Run, settings: AwsSettings, ends: float) -> Iterator[str]:
     # Without the Python, which the machine finds or makes.
     command = node_arguments(run, "python", run.job.fleet.kind)[1:]
     plain = {
@@ -114,8 +84,8 @@ def _variables(run: Run, settings: BootSettings, ends: float) -> Iterator[str]:
     yield from (f"{name}={shlex.quote(value)}" for name, value in plain.items())
     yield f"command=({shlex.join(command)})"
     volume = settings.volume
-    asked = [] if volume is None else [volume.name, *(f"{name}={value}" for name, value in volume.parameters.items())]
-    yield f"volume=({shlex.join(asked)})"
+    claim = [] if volume is None else [volume.name, *(f"{name}={value}" for name, value in volume.parameters.items())]
+    yield f"volume=({shlex.join(claim)})"
     yield f"mounts=({shlex.join(f'{source} {path}' for path, source in settings.mounts.items())})"
     pairs = (f"[{name}]={shlex.quote(reference)}" for name, reference in settings.secrets.items())
     yield f"declare -A secrets=({' '.join(pairs)})"

@@ -58,14 +58,14 @@ class VolumeSettings(Part):
     @property
     def parameters(self) -> Mapping[str, str | int]:
         """The request to EC2, if a machine has to make one."""
-        given = {
+        parameters = {
             "SnapshotId": self.snapshot,
             "Size": None if self.size is None else gibibytes(self.size),
             "VolumeType": self.type,
             "Iops": self.iops,
             "Throughput": self.throughput,
         }
-        return {name: value for name, value in given.items() if value is not None}
+        return {name: value for name, value in parameters.items() if value is not None}
 
     def faults(self) -> Iterator[tuple[Location, str]]:
         if self.iops is not None and self.type not in ("gp3", "io1", "io2"):
@@ -85,17 +85,17 @@ def volume_zones(region: AwsRegion, volume: VolumeSettings, machines: Machines) 
             if refusal.is_missing:
                 raise FieldMistake(f"{_FIELD}.snapshot", f"no snapshot {volume.snapshot} in {region.place}") from None
             raise
-    found = named_volumes(region, volume.name)
-    free = Counter(one["AvailabilityZone"] for one in found if one["State"] == "available")
+    volumes = named_volumes(region, volume.name)
+    free = Counter(existing["AvailabilityZone"] for existing in volumes if existing["State"] == "available")
     if sum(free.values()) >= machines.most:
         return sorted(free)  # enough for all machines: none has to be made
     if volume.can_be_made:
         return None
-    if not found:
+    if not volumes:
         fault = f"no volume named {volume.name}_0, _1, ... in {region.place}; give a snapshot, or a size for blank ones"
         raise FieldMistake(f"{_FIELD}.name", fault)
     if sum(free.values()) < machines.least:
-        fault = f"only {sum(free.values())} of {len(found)} volumes {volume.name}_* are free, for {machines} machines"
+        fault = f"only {sum(free.values())} of {len(volumes)} volumes {volume.name}_* are free, for {machines} machines"
         raise FieldMistake(f"{_FIELD}.name", f"{fault}; end the runs that use them, or give a snapshot")
     return sorted(free)
 
@@ -103,12 +103,12 @@ def volume_zones(region: AwsRegion, volume: VolumeSettings, machines: Machines) 
 def named_volumes(region: AwsRegion, name: str) -> list[dict[str, Any]]:
     """Return the volumes `name_0`, `name_1` and so on."""
     named = {"Name": "tag:Name", "Values": [f"{name}_*"]}
-    found = region.ask_all("ec2", "describe-volumes", "Volumes", Filters=[named])
-    return [one for one in found if re.fullmatch(rf"{re.escape(name)}_[0-9]+", name_of(one))]
-
-
-def name_of(found: dict[str, Any]) -> str:
-    return next((str(tag["Value"]) for tag in found.get("Tags", ()) if tag["Key"] == "Name"), "")
+    numbered = re.compile(rf"{re.escape(name)}_[0-9]+")
+    return [
+        volume
+        for volume in region.ask_all("ec2", "describe-volumes", "Volumes", Filters=[named])
+        if any(tag["Key"] == "Name" and numbered.fullmatch(str(tag["Value"])) for tag in volume.get("Tags", ()))
+    ]
 
 
 def snapshot_of(
@@ -125,22 +125,26 @@ def snapshot_of(
     """
     if pack is not None:
         filters = [{"Name": f"tag:{PACK}", "Values": [pack]}, {"Name": "tag:Name", "Values": [volume.name]}]
-        known = region.ask_all("ec2", "describe-snapshots", "Snapshots", OwnerIds=["self"], Filters=filters)
-        if good := [one["SnapshotId"] for one in known if one["State"] != "error"]:
+        snapshots = region.ask_all("ec2", "describe-snapshots", "Snapshots", OwnerIds=["self"], Filters=filters)
+        if good := [snapshot["SnapshotId"] for snapshot in snapshots if snapshot["State"] != "error"]:
             return DiskSnapshot(good[0], False, f"{_FIELD}.snapshot")
     # By their name as well: whoever can write the store can write which ones were used.
     named = named_volumes(region, volume.name)
-    attached = [one for one in named if any(place["InstanceId"] in instances for place in one.get("Attachments", ()))]
-    free = [one for one in named if one["VolumeId"] in used and one["State"] == "available"]
+    attached = [
+        existing
+        for existing in named
+        if any(attachment["InstanceId"] in instances for attachment in existing.get("Attachments", ()))
+    ]
+    free = [existing for existing in named if existing["VolumeId"] in used and existing["State"] == "available"]
     if not attached and not free:
         fault = f"{run}: no volume {volume.name}_* is attached to its machines, and none that they used is free"
         raise Mistake(f"{fault}; wait until they have started, or until the run that uses it has ended")
     tags = {"Name": volume.name, "packtrain-run": run, **({PACK: pack} if pack else {})}
-    made = region.ask(
+    snapshot = region.ask(
         "ec2",
         "create-snapshot",
         VolumeId=(attached or free)[0]["VolumeId"],
         Description=f"{volume.name} of {run}",
         TagSpecifications=[{"ResourceType": "snapshot", "Tags": [{"Key": k, "Value": v} for k, v in tags.items()]}],
     )
-    return DiskSnapshot(made["SnapshotId"], True, f"{_FIELD}.snapshot")
+    return DiskSnapshot(snapshot["SnapshotId"], True, f"{_FIELD}.snapshot")

@@ -9,6 +9,7 @@ from functools import partial
 from typing import TYPE_CHECKING
 
 from packtrain.errors import FieldMistake, Mistake
+from packtrain.fleet.cloud import field
 from packtrain.fleet.fleet import Check, tried
 from packtrain.fleet.kubernetes.cluster import (
     ACCOUNTS,
@@ -21,7 +22,6 @@ from packtrain.fleet.kubernetes.cluster import (
     Forbidden,
     Kind,
     RequestRefused,
-    field,
 )
 from packtrain.fleet.kubernetes.manifests import is_mounted, role
 from packtrain.store import Store
@@ -110,7 +110,7 @@ def launch_checks(connect: Callable[[], Cluster], settings: KubernetesSettings, 
     yield hidden if check.ok and nodes is None else check
     if store is not None:
         usable = f"{store.url} is one that pods can use"
-        yield tried(_PLACE, "store", lambda: check_store(store, settings), lambda _: usable)[0]
+        yield tried(_PLACE, "store", lambda: check_store(store, settings), usable)[0]
 
 
 def _exists(cluster: Cluster, kind: Kind, name: str) -> Check:

@@ -21,7 +21,7 @@ import yaml
 
 from packtrain.backoff import Backoff
 from packtrain.errors import Mistake, harmless
-from packtrain.fleet.cloud import Provider, Resource
+from packtrain.fleet.cloud import Provider, Resource, field
 from packtrain.fleet.fleet import Machine
 from packtrain.fleet.kubernetes.manifests import CONTAINER, EXPIRES, HOPELESS, LABEL, OWNER, RUN, STORE, Document
 from packtrain.fleet.remote import last_line
@@ -58,14 +58,6 @@ class Exists(RequestRefused):
 
 
 _REFUSALS = {403: Forbidden, 404: Missing, 409: Exists}  # by the status of HTTP
-
-
-def field(document: Document, *names: str) -> Any:
-    """Return a field of an object, or of an object in it; None if one of them is not there."""
-    value: Any = document
-    for name in names:
-        value = (value or {}).get(name)
-    return value
 
 
 @dataclass(frozen=True)

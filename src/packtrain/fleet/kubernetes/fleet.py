@@ -27,7 +27,7 @@ from pydantic import BeforeValidator, Field
 
 from packtrain.backoff import Backoff
 from packtrain.errors import Mistake, PacktrainError
-from packtrain.fleet.cloud import CloudBuilder, CloudFleet, Provider, label_of
+from packtrain.fleet.cloud import CloudBuilder, CloudFleet, Provider, field, label_of
 from packtrain.fleet.fleet import (
     CancelsQueued,
     Check,
@@ -56,7 +56,6 @@ from packtrain.fleet.kubernetes.cluster import (
     Namespace,
     RequestRefused,
     ending_of,
-    field,
     has_access,
     is_ending,
     job_machine,
