@@ -17,9 +17,8 @@ import pytest
 
 from packtrain.errors import Mistake
 from packtrain.fleet import environment
-from packtrain.fleet.host import MODULE
+from packtrain.fleet.host import Host
 from packtrain.fleet.remote import Remote, Unreachable
-from packtrain.fleet.ssh import facts_of
 from packtrain.fleet.wheels import constraints, digests, own_wheel
 from packtrain.identity import altered, identity, installed_digest, wheel_of
 from parts import hosts
@@ -76,7 +75,7 @@ def test_a_bundle_without_wheels_is_refused(tmp_path: Path) -> None:
 def test_the_python_at_this_machines_own_path_is_found(remote: Remote) -> None:
     assert environment.find(remote, None) == sys.executable
     assert environment.find(remote, sys.executable) == sys.executable
-    assert environment.find_any(remote, None) == (sys.executable, MODULE)
+    assert environment.find_any(remote, None) == Host(remote, sys.executable)
 
 
 def test_a_host_without_packtrain_has_nothing_to_end_unless_a_node_runs_there(
@@ -129,7 +128,7 @@ def greeting_host(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Remote:
 def test_a_greeting_on_login_does_not_hide_the_answer(greeting_host: Remote, monkeypatch: pytest.MonkeyPatch) -> None:
     assert environment.find(greeting_host, None) == sys.executable
     assert environment.find(greeting_host, sys.executable) == sys.executable
-    assert environment.find_any(greeting_host, sys.executable) == (sys.executable, MODULE)
+    assert environment.find_any(greeting_host, sys.executable) == Host(greeting_host, sys.executable)
     monkeypatch.setattr(sys, "executable", "/nowhere/python")
     assert environment.find(greeting_host, None) is None
     with pytest.raises(Unreachable, match="not found") as refused:
@@ -184,7 +183,7 @@ def test_an_environment_is_created_offline_from_a_bundle_with_our_own_packtrain_
     made = environment.create(remote, tmp_path)
     assert made == f"/root/.cache/packtrain/environments/{identity()}/bin/python"
     assert environment.find(remote, None) == made
-    facts = facts_of(remote, made, "", "", ())
+    facts = Host(remote, made).facts("", "", {})
     assert (facts.python, facts.identity, facts.torch) == (made, identity(), True)
     where = remote.run([made, "-c", "import packtrain; print(packtrain.__file__)"])
     assert where.startswith("/root/.cache/packtrain/environments/")

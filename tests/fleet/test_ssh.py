@@ -12,10 +12,11 @@ import pytest
 
 from fleet.jobs import commands_on, left_on, losses, newest, packtrain, wait_until_all_left, write_job, write_program
 from packtrain.fleet import fleet_of
+from packtrain.fleet.host import Host
 from packtrain.fleet.mpi import MpiFleet, MpiSettings
 from packtrain.fleet.remote import Remote, Unreachable, advice, split_destination
 from packtrain.fleet.slurm import SlurmFleet, SlurmSettings
-from packtrain.fleet.ssh import SshFleet, SshSettings, UsableHost, start_node
+from packtrain.fleet.ssh import SshFleet, SshSettings, start_node
 from packtrain.launch.check import check
 from packtrain.launch.create import create
 from packtrain.launch.load import load
@@ -138,7 +139,7 @@ def test_the_output_of_a_tied_node_is_kept(
     (tmp_path / "ssh").chmod(0o755)
     monkeypatch.setenv("PATH", f"{tmp_path}:/usr/bin:/bin")
     monkeypatch.setenv("PACKTRAIN_CACHE", str(tmp_path / "cache"))
-    node = start_node(UsableHost(Remote("gpu-a"), "python"), new_run(directory_store), ["node", "job-1"], {}, tied=True)
+    node = start_node(Host(Remote("gpu-a"), "python"), new_run(directory_store), ["node", "job-1"], {}, tied=True)
     assert node is not None
     wait_until(lambda: node.exit_code() is not None, "the node to end")
     assert (node.exit_code(), node.log.read_text()) == (2, "one\npacktrain: no such interface\n")

@@ -16,7 +16,7 @@ from typing import IO
 
 from packtrain.errors import EXIT_MISTAKE, Mistake
 from packtrain.fleet.bundle import SUMS, BundleFile
-from packtrain.fleet.host import MODULE
+from packtrain.fleet.host import MODULE, Host
 from packtrain.fleet.remote import Remote, Unreachable
 from packtrain.fleet.wheels import INSTALL, LOCK, NO_INDEX, TOOLS, constraints, digests, own_wheel
 from packtrain.identity import identity, source
@@ -146,13 +146,10 @@ def find(remote: Remote, python: str | None) -> str | None:
     return path
 
 
-def find_any(remote: Remote, python: str | None) -> tuple[str, str] | None:
-    """Return a Python of the host with any version of Packtrain, and its module that lists and ends nodes.
-
-    None if the host has neither Packtrain nor a node.
-    """
+def find_any(remote: Remote, python: str | None) -> Host | None:
+    """Return the host with any version of Packtrain, to list and end nodes; None if it has neither."""
     path, module = remote.script(_FIND_ANY, [python or sys.executable], lines=2)
-    return None if path == "none" else (path, module)
+    return None if path == "none" else Host(remote, path, module)
 
 
 def create(remote: Remote, bundle: Path | None) -> str:

@@ -2,7 +2,7 @@
 
 `python -m packtrain.fleet.host check|link-probe|start|list|end` is how the ssh fleet, `doctor` and `plan` do this on
 another machine. It reads secrets as a JSON object from the first line of standard input, never from arguments, and
-prints one JSON document. `ask` is the client's side of it.
+prints one JSON document. `Host` is the client's side of it.
 """
 
 from __future__ import annotations
@@ -245,21 +245,37 @@ def secrets_line(secrets: Mapping[str, str]) -> bytes:
     return json.dumps(dict(secrets)).encode() + b"\n"
 
 
-def ask(
-    remote: Remote,
-    python: str,
-    verb: str,
-    options: Sequence[str],
-    secrets: Mapping[str, str] | None = None,
-    seconds: float = 120.0,
-    module: str = MODULE,
-) -> Any:
-    """Return the answer of this module on another machine."""
-    answer = remote.run(verb_command(python, verb, options, module), secrets_line(secrets or {}), seconds)
-    try:
-        return json.loads(answer.strip().splitlines()[-1])
-    except (ValueError, IndexError):
-        raise Unreachable(remote.name, f"unexpected answer to `{verb}`: {answer[-200:]!r}") from None
+@dataclass(frozen=True)
+class Host:
+    """A machine that ssh reaches, and its Python with Packtrain. `module` is what this module is called there."""
+
+    remote: Remote
+    python: str
+    module: str = MODULE
+
+    @property
+    def name(self) -> str:
+        return self.remote.name
+
+    def ask(
+        self, verb: str, options: Sequence[str], secrets: Mapping[str, str] | None = None, seconds: float = 120.0
+    ) -> Any:
+        """Return the answer of this module on the host."""
+        command = verb_command(self.python, verb, options, self.module)
+        answer = self.remote.run(command, secrets_line(secrets or {}), seconds)
+        try:
+            return json.loads(answer.strip().splitlines()[-1])
+        except (ValueError, IndexError):
+            raise Unreachable(self.name, f"unexpected answer to `{verb}`: {answer[-200:]!r}") from None
+
+    def facts(self, store: str, key: str, secrets: Mapping[str, str]) -> Facts:
+        return Facts(**self.ask("check", ["--store", store, "--key", key], secrets))
+
+    def nodes(self, run: str, store: str, end: bool = False) -> Sequence[int]:
+        """Return the process ids of the run's nodes there, after ending them if asked to."""
+        options = ["--run", run, "--store", store]
+        pids: list[int] = self.ask("end" if end else "list", options, seconds=END_SECONDS + 30)
+        return pids
 
 
 # The host's side.

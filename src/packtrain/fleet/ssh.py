@@ -12,7 +12,6 @@ from __future__ import annotations
 import shlex
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any, TypeVar
 
@@ -39,11 +38,8 @@ from packtrain.fleet.fleet import (
     values_of,
 )
 from packtrain.fleet.host import (
-    END_SECONDS,
-    MODULE,
-    Facts,
+    Host,
     StartedNode,
-    ask,
     new_log,
     secrets_line,
     session_command,
@@ -114,16 +110,6 @@ class SshSettings(ListedHosts):
         return missing_programs(ssh="openssh-client")
 
 
-@dataclass(frozen=True)
-class UsableHost:
-    remote: Remote
-    python: str
-
-    @property
-    def name(self) -> str:
-        return self.remote.name
-
-
 class AlreadyThere(Unreachable):
     """A host on which the run already has its node."""
 
@@ -174,7 +160,7 @@ class SshFleet(Fleet, HasTargets, HasShell):
         if len(started) + len(already) < machines.least:
             # On hosts where the start failed, too: the node may run, and only the answer was lost.
             ours = [host for host in chosen if host.name not in {fault.host for fault in already}]
-            in_parallel(lambda host: _ask_about(host.remote, host.python, MODULE, "end", run), ours)
+            in_parallel(lambda host: host.nodes(run.name, run.store.url, end=True), ours)
             raise failed[0]
         for fault in failed:
             say(f"{unavailable(fault)}; continuing without it")
@@ -182,58 +168,58 @@ class SshFleet(Fleet, HasTargets, HasShell):
 
     def usable_hosts(
         self, store: str, variables: Sequence[str], say: Say = silent, *, needs_torch: bool = True
-    ) -> tuple[list[UsableHost], list[PacktrainError]]:
+    ) -> tuple[list[Host], list[PacktrainError]]:
         """Return the hosts that can take part, in the job's order, and what is wrong with the others.
 
         Refuses if too few can.
         """
-        hosts, least = self._settings.hosts, self._settings.machines.least
+        hosts, needed = self._settings.hosts, self._settings.machines.least
         bundle = Path(self._settings.bundle) if self._settings.bundle is not None else None
         if bundle is not None:
             environment.check_bundle(bundle)
 
-        def prepare(host: str) -> UsableHost:
-            remote = self._remote(host)
+        def prepare(name: str) -> Host:
+            remote = self._remote(name)
             python = environment.find(remote, self._settings.python)
             if python is None:
-                say(f"{host}: creating a Python environment for packtrain")
+                say(f"{name}: creating a Python environment for packtrain")
                 python = environment.create(remote, bundle)
+            host = Host(remote, python)
             # A host that cannot see the store would start its node, and the run would wait for it forever.
-            facts = facts_of(remote, python, store, key, variables)
+            facts = host.facts(store, key, values_of(variables))
             if facts.store_error:
-                raise Unreachable(host, f"cannot see the store {store} ({facts.store_error}); {store_advice(store)}")
+                raise Unreachable(name, f"cannot see the store {store} ({facts.store_error}); {store_advice(store)}")
             if needs_torch and not facts.torch:
-                raise Unreachable(host, f"{python} has no torch; run `{python} -m {install_command('train')}` there")
-            return UsableHost(remote, python)
+                raise Unreachable(name, f"{python} has no torch; run `{python} -m {install_command('train')}` there")
+            return host
 
         with visible_object(open_store(store)) as key:
             usable, faults = in_parallel(prepare, hosts)
-        if len(usable) < least:
+        if len(usable) < needed:
             if len(hosts) == 1:
                 raise faults[0]
-            raise Mistake(f"only {len(usable)} of the {least} hosts that the run needs are usable: {together(faults)}")
+            raise Mistake(f"only {len(usable)} of the {needed} hosts that the run needs are usable: {together(faults)}")
         return usable, faults
 
     def machines(self, run: Run) -> list[Machine]:
-        def state(host: str) -> Machine:
+        def state(name: str) -> Machine:
             try:
-                nodes = self._ask_any(host, run, "list")
+                host = environment.find_any(self._remote(name), self._settings.python)
+                nodes = () if host is None else host.nodes(run.name, run.store.url)
             except PacktrainError:
-                return Machine(host, "unreachable")
-            return Machine(host, "running") if nodes else Machine(host, "ended", is_over=True)
+                return Machine(name, "unreachable")
+            return Machine(name, "running") if nodes else Machine(name, "ended", is_over=True)
 
         return in_parallel(state, self._settings.hosts)[0]
 
     def end(self, run: Run) -> None:
-        _, faults = in_parallel(lambda host: self._ask_any(host, run, "end"), self._settings.hosts)
+        def end(name: str) -> None:
+            if (host := environment.find_any(self._remote(name), self._settings.python)) is not None:
+                host.nodes(run.name, run.store.url, end=True)
+
+        _, faults = in_parallel(end, self._settings.hosts)
         if faults:
             raise Mistake(f"{together(faults)}; nodes may still be running there, end them manually")
-
-    def _ask_any(self, host: str, run: Run, verb: str) -> Any:
-        """Return the answer of any version of Packtrain on the host; None if it has no Packtrain and no node."""
-        remote = self._remote(host)
-        installed = environment.find_any(remote, self._settings.python)
-        return None if installed is None else _ask_about(remote, *installed, verb, run)
 
     def shell(self, run: Run, machine: str | None) -> tuple[str, ...]:
         remote = self._remote(_chosen(self._settings.hosts, machine))
@@ -258,31 +244,21 @@ class SshTarget(Target):
 
 
 def start_node(
-    host: UsableHost, run: Run, arguments: Sequence[str], secrets: dict[str, str], tied: bool
+    host: Host, run: Run, arguments: Sequence[str], secrets: dict[str, str], tied: bool
 ) -> StartedNode | None:
     """Start a node on a host. A tied one is held by its connection; any other is followed through the store.
 
     Raises AlreadyThere if the run has its node there: the machine decides, because several clients may start it at the
     same moment.
     """
-    remote = host.remote
     options = ["--run", run.name, *(["--tied"] if tied else []), "--", *arguments]
     if tied:
         log = new_log(run.name)
         command = verb_command(host.python, "start", options)
-        return StartedNode(remote.hold(command, secrets_line(secrets), log), log)
-    if ask(remote, host.python, "start", options, secrets)["pid"] is None:
+        return StartedNode(host.remote.hold(command, secrets_line(secrets), log), log)
+    if host.ask("start", options, secrets)["pid"] is None:
         raise AlreadyThere(host.name, f"{run.name} already has its node there")
     return None
-
-
-def _ask_about(remote: Remote, python: str, module: str, verb: str, run: Run) -> Any:
-    options = ["--run", run.name, "--store", run.store.url]
-    return ask(remote, python, verb, options, seconds=END_SECONDS + 30, module=module)
-
-
-def facts_of(remote: Remote, python: str, store: str, key: str, variables: Sequence[str]) -> Facts:
-    return Facts(**ask(remote, python, "check", ["--store", store, "--key", key], values_of(variables)))
 
 
 def store_advice(store: str) -> str:

@@ -94,6 +94,7 @@ _DEEPSPEED = LauncherKind(
         "autotuning": "run it on a machine of your own",
     },
 )
+_COMMANDS = {TORCHRUN: _TORCHRUN, "deepspeed": _DEEPSPEED, "accelerate-launch": _ACCELERATE}
 _MODULES = {
     "torch.distributed.run": _TORCHRUN,
     "torch.distributed.launch": _TORCHRUN,
@@ -117,62 +118,57 @@ class LaunchedProgram:
 def without_launcher(program: Sequence[str]) -> LaunchedProgram:
     """Return the program without its launcher; a Mistake names an option that Packtrain cannot do for it."""
     first = command_of(program) if program[0] == "env" else 0
-    found = _launcher_of(program[first:])
-    if found is None:
+    launcher = _launcher_of(program[first:])
+    if launcher is None:
         return LaunchedProgram(tuple(program))
-    kind, rest = found
-    options, rest = _options(kind, rest)
-    if not rest:
+    kind, arguments = launcher
+    options, command = _options(kind, arguments)
+    if not command:
         raise Mistake(f"{kind.name} has no program; {_ADVICE}")
     variables = list(program[1:first])
-    variables += [f"{kind.variables[name]}={_value(name, text)}" for name, text in options if name in kind.variables]
+    for name, text in options:
+        if name in kind.variables:
+            value = text.upper() if name == "dynamo-backend" else text or "true"
+            variables.append(f"{kind.variables[name]}={value}")
     names = {name for name, _ in options}
     if names & kind.module:
-        rest = ["python", "-m", *rest]
-    elif not names & kind.bare and variables and rest[0].endswith(".py"):
-        rest = ["python", *rest]  # `env` starts a command, not a script
-    command = ["env", *variables, *rest] if variables else rest
+        command = ["python", "-m", *command]
+    elif not names & kind.bare and variables and command[0].endswith(".py"):
+        command = ["python", *command]  # `env` starts a command, not a script
+    command = ["env", *variables, *command] if variables else command
     command = [TORCHRUN, *command] if kind.tells_one else command
-    return LaunchedProgram(
-        tuple(command), _count(kind, options, kind.workers), _count(kind, options, kind.total), kind.name
-    )
+    workers, total = (_count(kind, options, names) for names in (kind.workers, kind.total))
+    return LaunchedProgram(tuple(command), workers, total, kind.name)
 
 
 def _launcher_of(program: Sequence[str]) -> tuple[LauncherKind, list[str]] | None:
-    first, rest = PurePosixPath(program[0]).name, list(program[1:])
-    if first == TORCHRUN:
-        return _TORCHRUN, rest
-    if first == "deepspeed":
-        return _DEEPSPEED, rest
-    if first == "accelerate" and rest[:1] == ["launch"]:
-        return _ACCELERATE, rest[1:]
-    if first == "accelerate-launch":
-        return _ACCELERATE, rest
-    if is_python(first) and rest[:1] == ["-m"] and len(rest) > 1 and rest[1] in _MODULES:
-        return _MODULES[rest[1]], rest[2:]
+    """Return the launcher and its arguments, with the program among them; None if the program has no launcher."""
+    command, arguments = PurePosixPath(program[0]).name, list(program[1:])
+    if command in _COMMANDS:
+        return _COMMANDS[command], arguments
+    if command == "accelerate" and arguments[:1] == ["launch"]:
+        return _ACCELERATE, arguments[1:]
+    if is_python(command) and arguments[:1] == ["-m"] and len(arguments) > 1 and arguments[1] in _MODULES:
+        return _MODULES[arguments[1]], arguments[2:]
     return None
 
 
 def _options(kind: LauncherKind, arguments: Sequence[str]) -> tuple[list[tuple[str, str]], list[str]]:
     """Return the launcher's options as names and values, and what comes after them."""
-    found, rest = list[tuple[str, str]](), list(arguments)
-    while rest and rest[0].startswith("-"):
-        written, equals, value = rest.pop(0).partition("=")
+    options, words = list[tuple[str, str]](), list(arguments)
+    while words and words[0].startswith("-"):
+        written, equals, value = words.pop(0).partition("=")
         name = written.lstrip("-").replace("_", "-")
         if name in kind.refused:
             raise Mistake(f"{kind.name}: Packtrain does not do {written}; {kind.refused[name]}")
         if name not in kind.valued | kind.flags | kind.module | kind.bare:
             raise Mistake(f"{kind.name}: unknown option {quoted(written, 60)}; {_ADVICE}")
         if name in kind.valued and not equals:
-            if not rest:
+            if not words:
                 raise Mistake(f"{kind.name}: {written} has no value")
-            value = rest.pop(0)
-        found.append((name, value))
-    return found, rest
-
-
-def _value(name: str, text: str) -> str:
-    return text or "true" if name != "dynamo-backend" else text.upper()
+            value = words.pop(0)
+        options.append((name, value))
+    return options, words
 
 
 def _count(kind: LauncherKind, options: Sequence[tuple[str, str]], names: frozenset[str]) -> int | None:
