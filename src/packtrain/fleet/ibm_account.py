@@ -12,7 +12,7 @@ from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import cached_property
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, Any, Literal, TypeVar
 
 from packtrain.backoff import Backoff
 from packtrain.errors import FieldMistake, Mistake, PacktrainError, harmless, nearest
@@ -43,6 +43,15 @@ _TEMPORARY = "InsufficientCapacity|InsufficientResources|insufficient capacity|q
 _GONE = "ObjectNotFound|Unable to find object"
 _ENDING = "reclaim|cancel"  # in the name of a transaction
 
+Phase = Literal["provisioning", "busy", "ready", "off", "canceled"]
+_WORDS: Mapping[Phase, str] = {
+    "provisioning": "provisioning",
+    "busy": "busy",
+    "ready": "provisioned",
+    "off": "switched off, still billed",
+    "canceled": "being canceled",
+}
+
 Answer = TypeVar("Answer")
 
 
@@ -59,18 +68,33 @@ class IbmRefusal(Mistake):
 
 @dataclass(frozen=True)
 class Server:
-    """A virtual server as IBM lists it, in words. Its addresses come with provisioning."""
+    """A virtual server as IBM lists it. Its addresses come with provisioning; `doing` is what IBM does with it now."""
 
     id: int
     hostname: str
     datacenter: str
     address: str | None
     private_address: str | None
-    state: str
-    is_ready: bool
-    is_off: bool
-    is_canceled: bool
+    phase: Phase
+    doing: str
     notes: Mapping[str, str]
+
+    @property
+    def state(self) -> str:
+        reason = f" ({self.doing})" if self.doing and self.phase in ("provisioning", "busy") else ""
+        return harmless(f"{_WORDS[self.phase]}{reason}")
+
+    @property
+    def is_ready(self) -> bool:
+        return self.phase == "ready"
+
+    @property
+    def is_off(self) -> bool:
+        return self.phase == "off"
+
+    @property
+    def is_canceled(self) -> bool:
+        return self.phase == "canceled"
 
     @property
     def label(self) -> str:
@@ -88,33 +112,31 @@ class Server:
 
 
 def _server(listing: Mapping[str, Any]) -> Server:
-    provisioned, active = bool(listing.get("provisionDate")), field(listing, "activeTransaction")
-    doing = str(field(listing, "activeTransaction", "transactionStatus", "friendlyName") or "").strip()
-    transaction = f"{field(listing, 'activeTransaction', 'transactionStatus', 'name')} {doing}"
-    billing = listing.get("billingItem")
-    # A new server may not be in the bills yet, and one that was canceled is not in them any more.
-    canceled = bool(field(listing, "billingItem", "cancellationDate") or (provisioned and not billing))
-    canceled = canceled or re.search(_ENDING, transaction, re.IGNORECASE) is not None
-    off = provisioned and not active and field(listing, "powerState", "keyName") == "HALTED"
-    reason = f" ({doing})" if doing else ""
-    if canceled:
-        state = "being canceled"
-    elif not provisioned:
-        state = f"provisioning{reason}"
-    else:
-        state = "switched off, still billed" if off else f"busy{reason}" if active else "provisioned"
     return Server(
         id=int(listing["id"]),
         hostname=str(listing.get("hostname") or "").lower(),
         datacenter=str(field(listing, "datacenter", "name") or "?"),
         address=listing.get("primaryIpAddress") or None,
         private_address=listing.get("primaryBackendIpAddress") or None,
-        state=harmless(state),
-        is_ready=provisioned and not active and not off and not canceled,
-        is_off=off,
-        is_canceled=canceled,
+        phase=_phase_of(listing),
+        doing=str(field(listing, "activeTransaction", "transactionStatus", "friendlyName") or "").strip(),
         notes=_notes(listing.get("userData") or ()),
     )
+
+
+def _phase_of(listing: Mapping[str, Any]) -> Phase:
+    is_provisioned, transaction = bool(listing.get("provisionDate")), listing.get("activeTransaction")
+    status = field(listing, "activeTransaction", "transactionStatus") or {}
+    # A new server may not be in the bills yet, and one that was canceled is not in them any more.
+    is_billed = bool(listing.get("billingItem")) or not is_provisioned
+    is_ending = re.search(_ENDING, f"{status.get('name')} {status.get('friendlyName')}", re.IGNORECASE) is not None
+    if is_ending or not is_billed or field(listing, "billingItem", "cancellationDate"):
+        return "canceled"
+    if not is_provisioned:
+        return "provisioning"
+    if transaction:
+        return "busy"
+    return "off" if field(listing, "powerState", "keyName") == "HALTED" else "ready"
 
 
 def _notes(user_data: Sequence[Mapping[str, Any]]) -> dict[str, str]:

@@ -341,20 +341,25 @@ def state_of_pod(pod: Document, events: Callable[[], Sequence[Document]]) -> str
     """Return the state of a pod in kubectl's words, with the reason. `events` are asked for only if needed."""
     containers = field(pod, "status", "containerStatuses") or ()
     container: Document = next((container for container in containers if container.get("name") == CONTAINER), {})
+    conditions = {condition["type"]: condition for condition in field(pod, "status", "conditions") or ()}
     if phase_of(pod) in PHASES_OVER:
         return _end_of(pod, field(container, "state", "terminated") or {})
-    conditions = {condition["type"]: condition for condition in field(pod, "status", "conditions") or ()}
-    is_running, is_deleted = field(container, "state", "running"), pod["metadata"].get("deletionTimestamp")
-    if is_running or is_deleted:
+    word = "Terminating" if pod["metadata"].get("deletionTimestamp") else "Running"
+    if field(container, "state", "running"):
         # Pods have no readiness check: one that runs and is not ready is on a node that the cluster has lost.
-        is_unready = field(conditions, "Ready", "status") == "False" and container.get("ready")
-        is_lost = is_running and (is_unready or field(pod, "status", "reason") == "NodeLost")
-        return ("Terminating" if is_deleted else "Running") + (" (its node does not answer)" if is_lost else "")
-    scheduled = conditions.get("PodScheduled", {})
-    if scheduled.get("status") == "False":
+        is_unready = container.get("ready") and field(conditions, "Ready", "status") == "False"
+        is_lost = is_unready or field(pod, "status", "reason") == "NodeLost"
+        return f"{word} (its node does not answer)" if is_lost else word
+    if word == "Terminating":
+        return word
+    if field(conditions, "PodScheduled", "status") == "False":
+        scheduled = conditions["PodScheduled"]
         return _with(scheduled.get("reason") or "Unschedulable", scheduled.get("message"))
-    waiting = field(container, "state", "waiting") or {}
-    reason, message = waiting.get("reason") or phase_of(pod), waiting.get("message")
+    return _waiting(field(container, "state", "waiting") or {"reason": phase_of(pod)}, events)
+
+
+def _waiting(waiting: Document, events: Callable[[], Sequence[Document]]) -> str:
+    reason, message = waiting.get("reason") or "Pending", waiting.get("message")
     if reason in _STARTING:
         message = _warning(events())  # such as a volume that cannot be mounted
     elif reason == "ImagePullBackOff":  # what the registry said is in an event
