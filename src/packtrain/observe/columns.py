@@ -36,7 +36,7 @@ class GrowingColumn:
 
     @property
     def num_bytes(self) -> int:
-        blocks = sum(one.nbytes for one in self._settled or ())
+        blocks = sum(array.nbytes for array in self._settled or ())
         return _OBJECT_BYTES + self.values.nbytes + blocks + (0 if self.rows is None else self.rows.nbytes)
 
     @property
@@ -73,11 +73,11 @@ class GrowingColumn:
     def settled(self) -> tuple[Rows, Rows, Numbers]:
         """Return the places of the lowest and highest number of each whole block, and its sum."""
         low, high, sums = self._settled or (np.zeros(0, np.int64), np.zeros(0, np.int64), np.zeros(0))
-        known, blocks = len(sums), self.count // BLOCK
-        if known < blocks:
-            values = self.values[known * BLOCK : blocks * BLOCK].reshape(-1, BLOCK)
+        settled, blocks = len(sums), self.count // BLOCK
+        if settled < blocks:
+            values = self.values[settled * BLOCK : blocks * BLOCK].reshape(-1, BLOCK)
             finite = np.isfinite(values)
-            first = np.arange(known, blocks) * BLOCK
+            first = np.arange(settled, blocks) * BLOCK
             low = np.append(low, first + np.where(finite, values, np.inf).argmin(1))
             high = np.append(high, first + np.where(finite, values, -np.inf).argmax(1))
             sums = np.append(sums, np.where(finite, values, 0).sum(1, dtype=np.float64))
@@ -108,10 +108,10 @@ class Table:
         column = self.columns.get(name)
         if column is not None and column.rows is None and column.count == self.rows:
             return column.all
-        found = np.full(self.rows, np.nan, np.float64 if column is None else column.values.dtype)
+        filled = np.full(self.rows, np.nan, np.float64 if column is None else column.values.dtype)
         if column is not None:
-            found[column.rows_of(np.arange(column.count))] = column.all
-        return found
+            filled[column.rows_of(np.arange(column.count))] = column.all
+        return filled
 
     def append(self, values: Mapping[str, Floats]) -> None:
         """Add rows: as many as each of these columns has. Names beyond `MAX_NAMES` are left out."""
@@ -127,16 +127,16 @@ class Table:
         """Keep these rows, in this order."""
         place = np.full(self.rows, -1)
         place[chosen] = np.arange(len(chosen))
-        kept = {}
+        columns = {}
         for name, column in self.columns.items():
             rows = place[column.rows_of(np.arange(column.count))]
             order = np.argsort(rows, kind="stable")[np.count_nonzero(rows < 0) :]
             if len(order):
                 has_all = len(order) == len(chosen)
-                kept[name] = GrowingColumn(name in _EXACT, column.all[order], None if has_all else rows[order])
-        self.columns, self.rows = kept, len(chosen)
+                columns[name] = GrowingColumn(name in _EXACT, column.all[order], None if has_all else rows[order])
+        self.columns, self.rows = columns, len(chosen)
 
-    def taken(self, rows: Rows, names: Iterable[str]) -> dict[str, Floats]:
+    def copied(self, rows: Rows, names: Iterable[str]) -> dict[str, Floats]:
         """Return copies of some rows of these columns."""
         return {name: self.all(name)[rows] for name in names}
 
@@ -153,7 +153,7 @@ class Table:
     def means(self, names: Sequence[str], points: int) -> tuple[Rows, dict[str, Numbers]]:
         """Return the last row of each of at most that many parts, and the means in it; a gap counts as 0."""
         starts, counts = _parts(self.rows, points)
-        found = {}
+        sums_by_name = {}
         for name in names:
             column = self.columns[name]
             if counts.max(initial=0) >= BLOCK and column.rows is None and column.count == self.rows:
@@ -161,8 +161,8 @@ class Table:
             else:
                 finite = np.nan_to_num(self.all(name), posinf=0.0, neginf=0.0)
                 sums = np.add.reduceat(finite, starts, dtype=np.float64) if self.rows else np.zeros(0)
-            found[name] = sums / counts
-        return starts + counts - 1, found
+            sums_by_name[name] = sums / counts
+        return starts + counts - 1, sums_by_name
 
 
 def _parts(rows: int, most: int) -> tuple[Rows, Rows]:
@@ -190,8 +190,8 @@ def _candidates(column: GrowingColumn, begin: int, end: int, points: int) -> Row
 
 def _block_sums(column: GrowingColumn, starts: Rows) -> Numbers:
     _, _, sums = column.settled()
-    rest = np.nan_to_num(column.all[len(sums) * BLOCK :], posinf=0.0, neginf=0.0)
-    return np.add.reduceat(np.append(sums, rest.sum(dtype=np.float64)), starts)
+    remaining = np.nan_to_num(column.all[len(sums) * BLOCK :], posinf=0.0, neginf=0.0)
+    return np.add.reduceat(np.append(sums, remaining.sum(dtype=np.float64)), starts)
 
 
 class UseOverTime:
@@ -211,12 +211,12 @@ class UseOverTime:
     def num_bytes(self) -> int:
         return _OBJECT_BYTES + self.times.nbytes + self.means.nbytes + self._counts.nbytes
 
-    def append(self, times: Numbers, rows: Numbers, most: int) -> None:
+    def append(self, times: Numbers, rows: Numbers, count: int) -> None:
         """Add samples in the order of time, and keep at most that many spans."""
         self.times, self.means = np.append(self.times, times), np.append(self.means, rows.astype(np.float32), 0)
         self._counts = np.append(self._counts, np.ones(len(times), np.int64))
         self._merge()
-        while len(self.times) > most:
+        while len(self.times) > count:
             self.seconds *= 2
             self._merge()
 
@@ -267,7 +267,9 @@ def as_json(numbers: Iterable[float]) -> list[float | None]:
         scale = 10.0 ** (6 - np.floor(np.log10(np.abs(array))))
         short = np.where(np.isfinite(scale) & (scale > 0), np.round(array * scale) / scale, array)
         short = np.where(np.isfinite(short), short, array)
-    known = np.isfinite(array)
-    if known.all():
+    finite_places = np.isfinite(array)
+    if finite_places.all():
         return short.tolist()  # type: ignore[no-any-return]
-    return [one if is_known else None for one, is_known in zip(short.tolist(), known.tolist(), strict=True)]
+    return [
+        number if is_known else None for number, is_known in zip(short.tolist(), finite_places.tolist(), strict=True)
+    ]

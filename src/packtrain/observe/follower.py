@@ -150,9 +150,9 @@ class RunFollower:
             if later:
                 rows = [use_of(sample.telemetry) for sample in later]
                 use = self.machines.setdefault(node, UseOverTime(len(TELEMETRY)))
-                most = max(_MIN_SPANS, min(_MAX_SPANS, _ALL_SPANS // len(self.machines)))
+                limit = max(_MIN_SPANS, min(_MAX_SPANS, _ALL_SPANS // len(self.machines)))
                 numbers = np.array([[row[name] for name in TELEMETRY] for row in rows], float)
-                use.append(np.array([sample.time for sample in later]), numbers, most)
+                use.append(np.array([sample.time for sample in later]), numbers, limit)
                 self.num_telemetry += len(later)
                 self.newest[node] = later[-1]
 

@@ -190,8 +190,8 @@ def progress(job: Job, steps: Sequence[Point]) -> float | None:
         return None
     if not steps:
         return 0.0
-    done = _done(job, steps[-1]) / job.train.duration.value
-    return min(1.0, max(0.0, done)) if math.isfinite(done) else None
+    share = _done(job, steps[-1]) / job.train.duration.value
+    return min(1.0, max(0.0, share)) if math.isfinite(share) else None
 
 
 def seconds_to_goal(job: Job, steps: Sequence[Point]) -> float | None:
@@ -201,9 +201,9 @@ def seconds_to_goal(job: Job, steps: Sequence[Point]) -> float | None:
     first, last, goal = steps[0], steps[-1], job.train.duration
     if goal.unit == "seconds":
         return max(0.0, goal.value - _done(job, last))
-    made = _done(job, last) - _done(job, first)
+    covered = _done(job, last) - _done(job, first)
     seconds = last.values["elapsed_seconds"] - first.values["elapsed_seconds"]
-    return max(0.0, (goal.value - _done(job, last)) * seconds / made) if made > 0 else None
+    return max(0.0, (goal.value - _done(job, last)) * seconds / covered) if covered > 0 else None
 
 
 def _done(job: Job, step: Point) -> float:
@@ -239,8 +239,8 @@ class RecentPoints:
         parts = self._parts.setdefault(kind, [])
         insort(parts, ((part.generation, _first_step(part)), part, source), key=itemgetter(0))
         if kind != "start":  # every start may void points that come later
-            most = RECENT_STEPS if kind == self._step_kind else _RECENT_EVALUATIONS
-            while sum(_rows_of(later) for _, later, _ in parts[1:]) >= most:
+            limit = RECENT_STEPS if kind == self._step_kind else _RECENT_EVALUATIONS
+            while sum(_rows_of(later) for _, later, _ in parts[1:]) >= limit:
                 del parts[0]
         self._points = None
 
@@ -377,7 +377,7 @@ class History:
             is_outlived = outlived(table.all("generation"), table.all("step"), self.starts)
             if not is_outlived.all():
                 self.edition = next(_EDITIONS)
-                self._lose(kind, table.taken(np.flatnonzero(~is_outlived), table.names))
+                self._lose(kind, table.copied(np.flatnonzero(~is_outlived), table.names))
                 table.select(np.flatnonzero(is_outlived))
 
     def _append(self, kind: str, batch: Batch) -> None:
@@ -396,7 +396,7 @@ class History:
             chosen = survivors(generations, steps, self.starts)
             replaced = np.setdiff1d(np.arange(table.rows), chosen)
             newer = generations[chosen][np.searchsorted(steps[chosen], steps[replaced])]
-            self._lose(kind, table.taken(replaced[generations[replaced] < newer], table.names))
+            self._lose(kind, table.copied(replaced[generations[replaced] < newer], table.names))
             table.select(chosen)
 
     def _lose(self, kind: str, batch: Batch) -> None:

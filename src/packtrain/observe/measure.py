@@ -38,9 +38,9 @@ def measure_of(job: Job, recipe: type[Recipe] | None = None, points: Iterable[Po
     if job.recipe is None:
         names = (name for point in points if point.kind == "log" for name in point.values)
         return BestBy(next(filter(evaluates, names), ""))
-    known = recipe or built_in(job.recipe)
-    name = job.checkpoint.best_by or (known.best_metric if known else "")
-    return BestBy(name, name in (known or Recipe).lower_is_better)
+    recipe_class = recipe or built_in(job.recipe)
+    name = job.checkpoint.best_by or (recipe_class.best_metric if recipe_class else "")
+    return BestBy(name, name in (recipe_class or Recipe).lower_is_better)
 
 
 def is_lower_better(job: Job, name: str) -> bool:

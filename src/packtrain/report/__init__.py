@@ -52,9 +52,9 @@ def write_report(run: Run) -> str:
 def report_page(run: Run) -> str:
     """Return the report as one page that needs nothing else."""
     evidence = gather(run)
-    names = {one.picture for one in newest_samples(evidence)[:MAX_SAMPLES] if one.picture is not None}
-    found = {name: run.picture(name) for name in names}
-    pictures = {name: data for name, data in found.items() if data is not None}
+    names = {sample.picture for sample in newest_samples(evidence)[:MAX_SAMPLES] if sample.picture is not None}
+    pictures_by_name = {name: run.picture(name) for name in names}
+    pictures = {name: data for name, data in pictures_by_name.items() if data is not None}
     return render(evidence, findings_of(evidence), pictures)
 
 
@@ -64,7 +64,9 @@ def report_json(evidence: Evidence) -> dict[str, Any]:
         **status_json(evidence.status),
         "findings": [finding_json(finding) for finding in findings_of(evidence)],
         "source": asdict(evidence.source) if evidence.source else None,
-        "hardware": [{"node": one.node, "hostname": one.hostname, **asdict(one.facts)} for one in evidence.leases],
+        "hardware": [
+            {"node": lease.node, "hostname": lease.hostname, **asdict(lease.facts)} for lease in evidence.leases
+        ],
         "samples": [asdict(sample) for sample in newest_samples(evidence)],
     }
 
@@ -72,9 +74,9 @@ def report_json(evidence: Evidence) -> dict[str, Any]:
 def finding_json(finding: Finding) -> dict[str, Any]:
     """Return one answer as plain values, without its series."""
     tables = [asdict(figure) for figure in finding.figures if isinstance(figure, Rows)]
-    known = {name: value for name, value in vars(finding).items() if name != "figures"}
+    fields = {name: value for name, value in vars(finding).items() if name != "figures"}
     texts = [asdict(figure) for figure in finding.figures if isinstance(figure, Text)]
-    return {**known, "tables": tables, "texts": texts}
+    return {**fields, "tables": tables, "texts": texts}
 
 
 def report_url(run: Run) -> str:

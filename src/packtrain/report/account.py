@@ -41,7 +41,7 @@ def faults(evidence: Evidence) -> Finding:
     """Find the failures and their cost."""
     key, question = "faults", "What went wrong, and what did it cost?"
     failed = evidence.status.state == "failed"
-    restarts = [one for one in evidence.generations if one.cause not in _NO_FAULT]
+    restarts = [generation for generation in evidence.generations if generation.cause not in _NO_FAULT]
     warnings = [event for event in evidence.events if event.display == "warning"]
     if not restarts and not failed:
         facts = (f"{counted(len(evidence.generations), 'generation')}, and no restart after a failure.",)
@@ -50,19 +50,19 @@ def faults(evidence: Evidence) -> Finding:
         return Finding(key, "run", question, _no_fault(evidence), "good", (*facts, *_warned(len(warnings))))
     recoveries = recovery_seconds(evidence.generations, evidence.raw, evidence.spent)
     lost = lost_seconds(evidence.raw)
-    recovering = sum(recoveries.get(one.number, 0.0) for one in restarts)
+    recovering = sum(recoveries.get(generation.number, 0.0) for generation in restarts)
     again = sum(lost.values())
-    whole = evidence.status.goodput.seconds
-    share = (recovering + again) / whole if whole else 0.0
+    seconds = evidence.status.goodput.seconds
+    share = (recovering + again) / seconds if seconds else 0.0
     answer = f"{counted(len(restarts), 'restart')}"
     if len(restarts) == 1:
         answer += f" ({_reason(restarts[0])})"
     answer += f", which cost {show_seconds(recovering + again)}"
-    answer += f" ({share:.0%} of the time): {show_seconds(recovering)} to recover" if whole else ""
-    answer += f", {show_seconds(again)} for steps that were made again." if whole else "."
+    answer += f" ({share:.0%} of the time): {show_seconds(recovering)} to recover" if seconds else ""
+    answer += f", {show_seconds(again)} for steps that were made again." if seconds else "."
     if failed:
         answer = f"The run failed: {evidence.status.reason}. {answer if restarts else ''}".strip()
-    rows = tuple(_fault_row(one, evidence, recoveries, lost) for one in restarts[:_MAX_ROWS])
+    rows = tuple(_fault_row(generation, evidence, recoveries, lost) for generation in restarts[:_MAX_ROWS])
     verdict: Verdict = "bad" if failed else graded(1 - share, 0.9, 0.7)
     return Finding(
         key, "run", question, answer, "note" if verdict == "good" else verdict,
@@ -74,34 +74,36 @@ def faults(evidence: Evidence) -> Finding:
 
 
 def _no_fault(evidence: Evidence) -> str:
-    others = len(evidence.generations) - 1
-    return f"Nothing failed; {counted(others, 'planned restart')}." if others > 0 else "Nothing failed."
+    restarts = len(evidence.generations) - 1
+    return f"Nothing failed; {counted(restarts, 'planned restart')}." if restarts > 0 else "Nothing failed."
 
 
 def _warned(count: int) -> tuple[str, ...]:
     return (f"{counted(count, 'warning')} among the events below.",) if count else ()
 
 
-def _reason(one: Generation) -> str:
-    return one.reason.removeprefix("failure: ")
+def _reason(generation: Generation) -> str:
+    return generation.reason.removeprefix("failure: ")
 
 
 def _fault_row(
-    one: Generation, evidence: Evidence, recoveries: dict[int, float], lost: dict[int, float]
+    generation: Generation, evidence: Evidence, recoveries: dict[int, float], lost: dict[int, float]
 ) -> tuple[str, ...]:
-    started = next((event.time for event in evidence.events if event.generation == one.number), None)
+    started = next((event.time for event in evidence.events if event.generation == generation.number), None)
     # A generation says why the one before it ended: the steps that were lost are that one's.
-    earlier = max((number for number in lost if number < one.number), default=None)
+    earlier = max((number for number in lost if number < generation.number), default=None)
     after = [
-        other.number for other in evidence.generations if other.number < one.number and other.number > (earlier or 0)
+        earlier_generation.number
+        for earlier_generation in evidence.generations
+        if earlier_generation.number < generation.number and earlier_generation.number > (earlier or 0)
     ]
     again = lost[earlier] if earlier is not None and not after else 0.0
     return (
         time.strftime("%Y-%m-%d %H:%M:%S", time.gmtime(started)) if started is not None else "",
-        one.cause,
-        _reason(one),
-        one.culprit or "none",
-        show_seconds(recoveries.get(one.number, 0.0)),
+        generation.cause,
+        _reason(generation),
+        generation.culprit or "none",
+        show_seconds(recoveries.get(generation.number, 0.0)),
         show_seconds(again) if again else "none",
     )
 
@@ -156,9 +158,9 @@ def compared(evidence: Evidence) -> list[ExpectedAndSeen]:
         return []
     steps = [step_seconds(point) for point in evidence.steps]
     memory = [
-        max(one.memory_bytes, one.peak_memory_bytes)
+        max(worker.memory_bytes, worker.peak_memory_bytes)
         for sample in evidence.telemetry
-        for one in sample.telemetry.workers
+        for worker in sample.telemetry.workers
     ]
     size = sum(file.bytes for file in evidence.checkpoints[-1].files) if evidence.checkpoints else 0
     ended = summary.state == "finished" and not _other_length(evidence)
@@ -166,7 +168,7 @@ def compared(evidence: Evidence) -> list[ExpectedAndSeen]:
     def short(seconds: float) -> str:
         return f"{seconds * 1000:.0f} ms" if seconds < 1 else show_seconds(seconds)
 
-    asked: list[tuple[str, float | None, float | None, Any]] = [
+    questions: list[tuple[str, float | None, float | None, Any]] = [
         ("time of a step", expected.step_seconds, fmean(steps) if steps else None, short),
         ("whole run", expected.seconds, summary.seconds if ended else None, show_seconds),
         ("cost", expected.dollars, summary.cost.so_far if ended and summary.cost else None, show_dollars),
@@ -177,10 +179,10 @@ def compared(evidence: Evidence) -> list[ExpectedAndSeen]:
     sizes, rough = {"memory per worker", "checkpoint"}, expected.source.startswith("rough")
     return [
         ExpectedAndSeen(
-            what, float(before), float(after), show(before), show(after),
-            _ROUGHLY if rough and what not in sizes else _WITHIN,
+            label, float(before), float(after), show(before), show(after),
+            _ROUGHLY if rough and label not in sizes else _WITHIN,
         )
-        for what, before, after, show in asked
+        for label, before, after, show in questions
         if before and after
     ]  # fmt: skip
 
@@ -254,8 +256,8 @@ def data_set(evidence: Evidence) -> Finding | None:
         sides = " and ".join(show_bytes(side.bytes) for side in train.raw)
         answer += f" The raw training text has {counted(train.raw[0].lines, 'line')} per side: {sides}."
     rows = tuple(
-        (name, show_count(split.samples), show_count(sum(one.count for one in split.filtered.values())),
-         show_count(sum(one.count for one in split.dropped.values())), str(len(split.shards)), show_bytes(size[name]))
+        (name, show_count(split.samples), show_count(sum(drop.count for drop in split.filtered.values())),
+         show_count(sum(drop.count for drop in split.dropped.values())), str(len(split.shards)), show_bytes(size[name]))
         for name, split in manifest.splits.items()
     )  # fmt: skip
     raw = tuple(
@@ -263,7 +265,7 @@ def data_set(evidence: Evidence) -> Finding | None:
         for name, split in splits.items()
         for side, text in zip(_SIDES, split.raw, strict=False)
     )
-    dropped = train.share_of(sum(one.count for one in train.dropped.values()))
+    dropped = train.share_of(sum(drop.count for drop in train.dropped.values()))
     facts = [f"From the manifest of pack {manifest.name}. `packtrain pack --stats` shows lengths and samples."]
     if manifest.classes:
         facts.append(f"{counted(len(manifest.classes), 'class')[:-1]}es." if len(manifest.classes) > 1 else "1 class.")
@@ -285,18 +287,18 @@ def data_set(evidence: Evidence) -> Finding | None:
 def checkpoints(evidence: Evidence) -> Finding:
     """List what is kept, and what is in it."""
     key, question = "checkpoints", "What is in a checkpoint, and how big is it?"
-    kept = evidence.checkpoints
-    if not kept:
+    stored = evidence.checkpoints
+    if not stored:
         ended = evidence.status.state in ("finished", "failed", "stopped")
         if not ended:
             return unknown(key, "run", question, "none has been committed yet")
         return Finding(key, "run", question, "None was committed.", "note" if evidence.job.program else "bad")
-    newest = kept[-1]
+    newest = stored[-1]
     size = sum(file.bytes for file in newest.files)
-    steps = ", ".join(f"{one.step:,}" for one in kept[-5:])
+    steps = ", ".join(f"{checkpoint.step:,}" for checkpoint in stored[-5:])
     answer = (
-        f"{show_bytes(size)} in {counted(len(newest.files), 'file')}; kept: {counted(len(kept), 'checkpoint')}"
-        f" (of {'step' if len(kept) == 1 else 'steps'} {steps})."
+        f"{show_bytes(size)} in {counted(len(newest.files), 'file')}; kept: {counted(len(stored), 'checkpoint')}"
+        f" (of {'step' if len(stored) == 1 else 'steps'} {steps})."
     )
     rows = tuple(
         (file.name, show_bytes(file.bytes), _FILES.get(whole_name(file.name), "")) for file in newest.files[:_MAX_ROWS]
@@ -312,5 +314,5 @@ def checkpoints(evidence: Evidence) -> Finding:
             )
     return Finding(
         key, "run", question, answer, "good", tuple(facts), (Rows(("file", "size", "what it is"), rows),),
-        {"bytes": float(size), "kept": float(len(kept))},
+        {"bytes": float(size), "kept": float(len(stored))},
     )  # fmt: skip

@@ -155,8 +155,8 @@ class ScoreGap:
     @property
     def title(self) -> str:
         """The name of the score, and of how many samples it is: `valid bleu (100 samples)`."""
-        known = [f"{count:,}" for count in dict.fromkeys(self.samples) if count is not None]
-        return score_title(self.score) + (f" ({' and '.join(known)} samples)" if known else "")
+        counts = [f"{count:,}" for count in dict.fromkeys(self.samples) if count is not None]
+        return score_title(self.score) + (f" ({' and '.join(counts)} samples)" if counts else "")
 
 
 @dataclass(frozen=True)
@@ -224,39 +224,39 @@ def gather(run: Run, letter: str, state: State) -> ComparedRun:
 
 def compare_runs(runs: Sequence[ComparedRun], tests: Tests | None = None) -> RunComparison:
     """Compare every run with the first; `tests` are paired tests of their models, where somebody made them."""
-    base, others = runs[0], runs[1:]
+    base, peers = runs[0], runs[1:]
     spread = seed_spreads(runs)
     return RunComparison(
         tuple(runs),
         differing_fields(runs),
-        tuple(speed_up(base, other) for other in others if base.unit and base.unit == other.unit),
-        tuple(gap for other in others for gap in score_gaps(base, other, spread, (tests or {}))),
+        tuple(speed_up(base, peer) for peer in peers if base.unit and base.unit == peer.unit),
+        tuple(gap for peer in peers for gap in score_gaps(base, peer, spread, (tests or {}))),
         time_to_score(runs),
         curves_of(runs),
     )
 
 
-def as_json(found: RunComparison) -> dict[str, Any]:
+def as_json(comparison: RunComparison) -> dict[str, Any]:
     """Return the comparison as plain data; curves are thinned to a few hundred points each."""
     return {
         "runs": [
             {
-                "letter": one.letter, "run": one.name, "state": one.state, "step": one.step, "seconds": one.seconds,
-                "machines": one.machines, "workers": one.workers, "unit": one.unit,
-                "units_per_second": units_per_second(one), "score": None if one.score is None else asdict(one.score),
-                "scores": dict(one.scores), "samples": dict(one.counts), "time": one.goodput.parts,
+                "letter": run.letter, "run": run.name, "state": run.state, "step": run.step, "seconds": run.seconds,
+                "machines": run.machines, "workers": run.workers, "unit": run.unit,
+                "units_per_second": units_per_second(run), "score": None if run.score is None else asdict(run.score),
+                "scores": dict(run.scores), "samples": dict(run.counts), "time": run.goodput.parts,
             }
-            for one in found.runs
+            for run in comparison.runs
         ],
-        "fields": [asdict(one) for one in found.fields],
-        "speeds": [asdict(one) for one in found.speeds],
-        "scores": [asdict(one) for one in found.gaps],
-        "time_to_score": None if found.reached is None else asdict(found.reached),
+        "fields": [asdict(difference) for difference in comparison.fields],
+        "speeds": [asdict(speed) for speed in comparison.speeds],
+        "scores": [asdict(gap) for gap in comparison.gaps],
+        "time_to_score": None if comparison.reached is None else asdict(comparison.reached),
         "curves": {
             curve.name: {
-                run.letter: thinned(line, MAX_POINTS) for run, line in zip(found.runs, curve.lines, strict=True)
+                run.letter: thinned(line, MAX_POINTS) for run, line in zip(comparison.runs, curve.lines, strict=True)
             }
-            for curve in found.curves
+            for curve in comparison.curves
         },
     }  # fmt: skip
 
@@ -290,13 +290,13 @@ def differing_fields(runs: Sequence[ComparedRun]) -> tuple[FieldDifference, ...]
     flats = [flat_fields(run.job) for run in runs]
     for flat, run in zip(flats, runs, strict=True):
         # Not in the job file, but as decisive: the data as packed, the code, and the workers that came in the end.
-        others = {
+        made_of = {
             "(pack)": run.pack,
             "(code)": run.code,
             "(machines)": str(run.machines),
             "(workers)": str(run.workers),
         }
-        flat |= {name: value for name, value in others.items() if value}
+        flat |= {name: value for name, value in made_of.items() if value}
     names = dict.fromkeys(name for flat in flats for name in flat)
     rows = [FieldDifference(name, tuple(flat.get(name, "-") for flat in flats)) for name in names]
     return tuple(row for row in rows if len(set(row.values)) > 1)
@@ -327,9 +327,9 @@ def step_times(run: ComparedRun) -> StepTimes:
     steps = [point for point in run.steps if firsts[point.generation] != point.step]
     if not steps:
         return StepTimes(0, 0.0, {}, 0.0)
-    spans = {span: fmean(max(0.0, one.values.get(f"{span}_seconds", 0.0)) for one in steps) for span in STEP_SPANS}
-    totals = [sum(max(0.0, one.values.get(f"{span}_seconds", 0.0)) for span in STEP_SPANS) for one in steps]
-    units = fmean(one.values.get(run.unit, 0.0) for one in steps)
+    spans = {span: fmean(max(0.0, point.values.get(f"{span}_seconds", 0.0)) for point in steps) for span in STEP_SPANS}
+    totals = [sum(max(0.0, point.values.get(f"{span}_seconds", 0.0)) for span in STEP_SPANS) for point in steps]
+    units = fmean(point.values.get(run.unit, 0.0) for point in steps)
     return StepTimes(len(steps), units, spans, _error_of_mean(totals))
 
 
@@ -347,101 +347,109 @@ def units_per_second(run: ComparedRun) -> float | None:
     return times.units / times.seconds if times.seconds and times.units else None
 
 
-def speed_up(base: ComparedRun, other: ComparedRun) -> SpeedUp:
+def speed_up(base: ComparedRun, peer: ComparedRun) -> SpeedUp:
     """Explain the speed of `other` relative to `base`, span by span."""
-    one, two, ideal = step_times(base), step_times(other), other.workers / base.workers
-    if min(one.count, two.count) < _MIN_STEPS or not (one.seconds and two.seconds and one.units and two.units):
-        short = base if one.count < _MIN_STEPS else other
+    base_times, peer_times, ideal = step_times(base), step_times(peer), peer.workers / base.workers
+    if min(base_times.count, peer_times.count) < _MIN_STEPS or not (
+        base_times.seconds and peer_times.seconds and base_times.units and peer_times.units
+    ):
+        short = base if base_times.count < _MIN_STEPS else peer
         reason = f"Not enough data: {short.letter} has fewer than {_MIN_STEPS} steps whose time is known."
-        return SpeedUp(base.letter, other.letter, None, 0.0, ideal, 0.0, 0.0, (), (reason,))
+        return SpeedUp(base.letter, peer.letter, None, 0.0, ideal, 0.0, 0.0, (), (reason,))
     # A larger batch takes longer without being slower: compare the time for the same number of units.
-    same = abs(two.units / one.units - 1) <= _SAME_BATCH
-    scale = 1.0 if same else one.units / two.units
-    two = replace(two, spans={span: seconds * scale for span, seconds in two.spans.items()}, error=two.error * scale)
-    factor = one.seconds / two.seconds
-    terms = tuple(_term(span, one, two) for span in STEP_SPANS if one.spans[span] or two.spans[span])
-    plus_minus = factor * math.hypot(one.error / one.seconds, two.error / two.seconds)
-    found = SpeedUp(
-        base.letter, other.letter, factor, plus_minus, ideal, one.seconds, two.seconds, terms, ()
+    same = abs(peer_times.units / base_times.units - 1) <= _SAME_BATCH
+    scale = 1.0 if same else base_times.units / peer_times.units
+    peer_times = replace(
+        peer_times,
+        spans={span: seconds * scale for span, seconds in peer_times.spans.items()},
+        error=peer_times.error * scale,
+    )
+    factor = base_times.seconds / peer_times.seconds
+    terms = tuple(
+        _term(span, base_times, peer_times) for span in STEP_SPANS if base_times.spans[span] or peer_times.spans[span]
+    )
+    plus_minus = factor * math.hypot(base_times.error / base_times.seconds, peer_times.error / peer_times.seconds)
+    speed = SpeedUp(
+        base.letter, peer.letter, factor, plus_minus, ideal, base_times.seconds, peer_times.seconds, terms, ()
     )  # fmt: skip
-    per = "per step" if same else f"per {one.units:,.0f} {base.unit} (the batch of {base.letter})"
-    return replace(found, sentences=tuple(_explained(found, per, base, other)))
+    per = "per step" if same else f"per {base_times.units:,.0f} {base.unit} (the batch of {base.letter})"
+    return replace(speed, sentences=tuple(_explained(speed, per, base, peer)))
 
 
-def _term(span: str, one: StepTimes, two: StepTimes) -> SpeedTerm:
-    rest = two.seconds - two.spans[span]
-    without = (one.seconds - one.spans[span]) / rest if rest > 0 else None
-    first, second = one.spans[span], two.spans[span]
+def _term(span: str, base_times: StepTimes, peer_times: StepTimes) -> SpeedTerm:
+    remaining = peer_times.seconds - peer_times.spans[span]
+    without = (base_times.seconds - base_times.spans[span]) / remaining if remaining > 0 else None
+    first, second = base_times.spans[span], peer_times.spans[span]
     return SpeedTerm(span, LABELS[span], first, second, first - second, without)
 
 
-def _explained(found: SpeedUp, per: str, base: ComparedRun, other: ComparedRun) -> Iterable[str]:
-    factor = found.factor or 1.0
-    if abs(factor - 1) <= 2 * found.plus_minus:
+def _explained(speed: SpeedUp, per: str, base: ComparedRun, peer: ComparedRun) -> Iterable[str]:
+    factor = speed.factor or 1.0
+    if abs(factor - 1) <= 2 * speed.plus_minus:
         yield (
-            f"{other.letter} and {base.letter} are equally fast within the noise of their steps"
-            f" ({factor:.2f} times, ± {found.plus_minus:.2f})."
+            f"{peer.letter} and {base.letter} are equally fast within the noise of their steps"
+            f" ({factor:.2f} times, ± {speed.plus_minus:.2f})."
         )
     else:
         how = f"{factor:.2f} times as fast as {base.letter}"
-        seconds = f"{show_step(found.other_seconds)} instead of {show_step(found.base_seconds)} {per}"
-        yield f"{other.letter} is {how} (± {found.plus_minus:.2f}): {seconds}."
-        yield from _largest(found)
-    if found.ideal != 1:
-        yield from _scaling(found, factor, base, other)
+        seconds = f"{show_step(speed.other_seconds)} instead of {show_step(speed.base_seconds)} {per}"
+        yield f"{peer.letter} is {how} (± {speed.plus_minus:.2f}): {seconds}."
+        yield from _largest(speed)
+    if speed.ideal != 1:
+        yield from _scaling(speed, factor, base, peer)
 
 
-def _largest(found: SpeedUp) -> Iterable[str]:
+def _largest(speed: SpeedUp) -> Iterable[str]:
     """Name the term that makes most of the difference, unless all of them changed alike."""
-    total = found.base_seconds - found.other_seconds
-    large = [one for one in found.terms if one.base >= _LARGE * found.base_seconds]
-    if found.ideal == 1 and len(large) > 1 and all(_is_alike(one, found) for one in large):
+    total = speed.base_seconds - speed.other_seconds
+    large = [term for term in speed.terms if term.base >= _LARGE * speed.base_seconds]
+    if speed.ideal == 1 and len(large) > 1 and all(_is_alike(term, speed) for term in large):
         yield (
             f"Every part of a step is about as much {'faster' if total > 0 else 'slower'}: it is the machines"
             " (other ones, or busy with something else), or the size of the model."
         )
         return
-    term = max(found.terms, key=lambda one: one.saved if total > 0 else -one.saved)
+    term = max(speed.terms, key=lambda term: term.saved if total > 0 else -term.saved)
     verb = "saved" if total > 0 else "added"
-    rest = "" if term.without is None else f"; everything else is {term.without:.2f} times as fast"
+    remainder = "" if term.without is None else f"; everything else is {term.without:.2f} times as fast"
     yield (
         f"{show_step(abs(term.saved))} of the {show_step(abs(total))} {verb} is {term.label}"
-        f" ({show_step(term.base)} -> {show_step(term.other)}){rest}."
+        f" ({show_step(term.base)} -> {show_step(term.other)}){remainder}."
     )
 
 
-def _is_alike(term: SpeedTerm, found: SpeedUp) -> bool:
+def _is_alike(term: SpeedTerm, speed: SpeedUp) -> bool:
     """True if a term changed by about the same factor as the whole step."""
-    whole = found.other_seconds / found.base_seconds
-    return abs(term.other / term.base / whole - 1) <= _ALIKE
+    step_factor = speed.other_seconds / speed.base_seconds
+    return abs(term.other / term.base / step_factor - 1) <= _ALIKE
 
 
-def _scaling(found: SpeedUp, factor: float, base: ComparedRun, other: ComparedRun) -> Iterable[str]:
+def _scaling(speed: SpeedUp, factor: float, base: ComparedRun, peer: ComparedRun) -> Iterable[str]:
     """Say what the number of workers explains, and what it does not."""
-    workers = f"{counted(other.workers, 'worker')} instead of {base.workers}"
+    workers = f"{counted(peer.workers, 'worker')} instead of {base.workers}"
     first, second = (
-        sum(getattr(one, which) for one in found.terms if one.span in COMPUTE) for which in ("base", "other")
+        sum(getattr(term, side) for term in speed.terms if term.span in COMPUTE) for side in ("base", "other")
     )
     computing = (
         f"computing itself is {first / second:.2f} times as fast" if first and second else "computing is unknown"
     )
-    if factor > max(1.0, found.ideal) * _BEYOND:
+    if factor > max(1.0, speed.ideal) * _BEYOND:
         # Whatever shrank by more than the workers explain.
-        cause = max(found.terms, key=lambda one: one.base / found.ideal - one.other)
+        cause = max(speed.terms, key=lambda term: term.base / speed.ideal - term.other)
         yield (
-            f"{workers} explain {found.ideal:.2g} times at most ({computing}): the rest is {cause.label},"
+            f"{workers} explain {speed.ideal:.2g} times at most ({computing}): the rest is {cause.label},"
             " which is a change of something else."
         )
-    elif factor < found.ideal * _BELOW:
-        cause = max(found.terms, key=lambda one: one.other - one.base / found.ideal)
-        lost = cause.other - cause.base / found.ideal
+    elif factor < speed.ideal * _BELOW:
+        cause = max(speed.terms, key=lambda term: term.other - term.base / speed.ideal)
+        lost = cause.other - cause.base / speed.ideal
         yield (
-            f"{workers} could give {found.ideal:.2g} times; {factor / found.ideal:.0%} of that is reached"
+            f"{workers} could give {speed.ideal:.2g} times; {factor / speed.ideal:.0%} of that is reached"
             f" ({computing})."
             f" The largest loss is {cause.label}: {show_step(lost)} per step more than if it had shrunk with them."
         )
     else:
-        yield f"{workers} explain it: {found.ideal:.2g} times is ideal, {factor / found.ideal:.0%} of that is reached."
+        yield f"{workers} explain it: {speed.ideal:.2g} times is ideal, {factor / speed.ideal:.0%} of that is reached."
 
 
 def show_step(seconds: float) -> str:
@@ -464,12 +472,12 @@ class Spread:
 
 def spread_near_end(run: ComparedRun, measure: str) -> Spread | None:
     """Return how much the last evaluations vary around a line; None if there are too few."""
-    found = [
+    scores = [
         (float(point.step), point.values[measure])
         for point in run.points
         if point.kind == "valid" and math.isfinite(point.values.get(measure, math.nan))
     ]
-    near = found[-max(_MIN_EVALUATIONS, round(len(found) * _NEAR_END)) :]
+    near = scores[-max(_MIN_EVALUATIONS, round(len(scores) * _NEAR_END)) :]
     if len(near) < _MIN_EVALUATIONS:
         return None
     # A run that still improves has a trend, which is no noise.
@@ -488,10 +496,10 @@ def seed_spreads(runs: Sequence[ComparedRun]) -> dict[str, Spread]:
     spreads = {}
     for name in {name for run in runs for name in run.scores}:
         values = [[run.scores[name] for run in group if name in run.scores] for group in groups.values()]
-        alike = [found for found in values if len(found) > 1 and all(map(math.isfinite, found))]
-        freedom = sum(len(found) - 1 for found in alike)
+        alike = [group for group in values if len(group) > 1 and all(map(math.isfinite, group))]
+        freedom = sum(len(group) - 1 for group in alike)
         if freedom:
-            squares = sum((value - fmean(found)) ** 2 for found in alike for value in found)
+            squares = sum((value - fmean(group)) ** 2 for group in alike for value in group)
             spreads[name] = Spread(math.sqrt(squares / freedom), freedom)
     return spreads
 
@@ -502,66 +510,64 @@ def _without_seed(run: ComparedRun) -> str:
     return str([item for item in flat.items() if not item[0].startswith(("train.seed", "fleet", "budget", "store"))])
 
 
-def score_gaps(
-    base: ComparedRun, other: ComparedRun, seeds: Mapping[str, Spread], tests: Tests
-) -> tuple[ScoreGap, ...]:
+def score_gaps(base: ComparedRun, peer: ComparedRun, seeds: Mapping[str, Spread], tests: Tests) -> tuple[ScoreGap, ...]:
     """Return the difference of every score that both runs have; that of the test split first."""
-    shared = [name for name in base.scores if name in other.scores]
+    shared = [name for name in base.scores if name in peer.scores]
     shared.sort(key=lambda name: not name.startswith("test."))
-    paired = tests.get((base.letter, other.letter), {})
-    return tuple(_gap(name, base, other, seeds.get(name), paired.get(name)) for name in shared)
+    paired = tests.get((base.letter, peer.letter), {})
+    return tuple(_gap(name, base, peer, seeds.get(name), paired.get(name)) for name in shared)
 
 
-def _gap(name: str, base: ComparedRun, other: ComparedRun, seeds: Spread | None, paired: PairedTest | None) -> ScoreGap:
+def _gap(name: str, base: ComparedRun, peer: ComparedRun, seeds: Spread | None, paired: PairedTest | None) -> ScoreGap:
     measure = name.partition(".")[2] or name
-    first, second = base.scores[name], other.scores[name]
-    noise, verdict, decided = _judged(base, other, name, seeds, paired)
+    first, second = base.scores[name], peer.scores[name]
+    noise, verdict, decided = _judged(base, peer, name, seeds, paired)
     is_lower = measure in base.lower or (base.job.recipe is None and measure.endswith("loss"))
     other_leads = (second > first) != is_lower
-    better = "" if first == second or verdict != "beyond noise" else other.letter if other_leads else base.letter
-    samples = base.counts.get(name), other.counts.get(name)
-    return ScoreGap(base.letter, other.letter, name, first, second, noise, verdict, better, decided, samples)
+    better = "" if first == second or verdict != "beyond noise" else peer.letter if other_leads else base.letter
+    samples = base.counts.get(name), peer.counts.get(name)
+    return ScoreGap(base.letter, peer.letter, name, first, second, noise, verdict, better, decided, samples)
 
 
 def _judged(
-    base: ComparedRun, other: ComparedRun, name: str, seeds: Spread | None, paired: PairedTest | None
+    base: ComparedRun, peer: ComparedRun, name: str, seeds: Spread | None, paired: PairedTest | None
 ) -> tuple[float | None, NoiseVerdict, str]:
     """Return the noise, the verdict and its reason: by the best evidence that there is."""
     split, _, measure = name.partition(".")
-    gap = abs(other.scores[name] - base.scores[name])
-    if (fault := _unlike(base, other, split, measure)) is not None:
+    gap = abs(peer.scores[name] - base.scores[name])
+    if (fault := _unlike(base, peer, split, measure)) is not None:
         return None, "unknown", fault
     if not math.isfinite(gap):
         return None, "unknown", "a score is not a number"
     if paired is not None:
         text = f"paired bootstrap on the same samples: p = {paired.p_value:.3f}"
         return None, "beyond noise" if paired.significant else "within noise", text
-    counts = {run.counts[name] for run in (base, other) if name in run.counts}
+    counts = {run.counts[name] for run in (base, peer) if name in run.counts}
     if len(counts) > 1:
         return None, "unknown", "the scores use different numbers of samples"
-    if _without_seed(base) == _without_seed(other):
+    if _without_seed(base) == _without_seed(peer):
         return None, "within noise", "the jobs differ in nothing that decides a score but the seed"
     if seeds is not None and seeds.freedom > 1:
         noise = _t(seeds.freedom) * seeds.deviation * math.sqrt(2)
         return noise, _verdict(gap, noise), f"spread of runs that differ only in the seed (± {seeds.deviation:.2g})"
-    one, two = spread_near_end(base, measure), spread_near_end(other, measure)
-    if one is None or two is None:
-        few = base if one is None else other
-        return _judged_widely(base, other, name, f"{few.letter} has fewer than {_MIN_EVALUATIONS} evaluations")
-    noise = _t(one.freedom + two.freedom) * math.hypot(one.deviation, two.deviation)
-    evidence = f"spread of the evaluations near the end (± {one.deviation:.2g} and ± {two.deviation:.2g})"
+    base_spread, peer_spread = spread_near_end(base, measure), spread_near_end(peer, measure)
+    if base_spread is None or peer_spread is None:
+        few = base if base_spread is None else peer
+        return _judged_widely(base, peer, name, f"{few.letter} has fewer than {_MIN_EVALUATIONS} evaluations")
+    noise = _t(base_spread.freedom + peer_spread.freedom) * math.hypot(base_spread.deviation, peer_spread.deviation)
+    evidence = (
+        f"spread of the evaluations near the end (± {base_spread.deviation:.2g} and ± {peer_spread.deviation:.2g})"
+    )
     return noise, _verdict(gap, noise), evidence
 
 
-def _judged_widely(
-    base: ComparedRun, other: ComparedRun, name: str, few: str
-) -> tuple[float | None, NoiseVerdict, str]:
+def _judged_widely(base: ComparedRun, peer: ComparedRun, name: str, few: str) -> tuple[float | None, NoiseVerdict, str]:
     """Judge by a noise that is surely too large: a wider gap is a difference, and of any other nothing can be told."""
-    bounds = [_noise_bound(run, name) for run in (base, other)]
+    bounds = [_noise_bound(run, name) for run in (base, peer)]
     if bounds[0] is None or bounds[1] is None:
         return None, "unknown", f"not enough data: {few}"
     noise = bounds[0] + bounds[1]
-    if abs(other.scores[name] - base.scores[name]) <= noise:
+    if abs(peer.scores[name] - base.scores[name]) <= noise:
         return noise, "unknown", f"not enough data: {few}, and noise alone might be up to {noise:.3g}"
     return noise, "beyond noise", f"{few}, but noise alone would be {noise:.3g} at most"
 
@@ -601,25 +607,25 @@ def _t(freedom: int) -> float:
     return _T_95[freedom - 1] if freedom <= len(_T_95) else 2.0
 
 
-def _unlike(base: ComparedRun, other: ComparedRun, split: str, measure: str) -> str | None:
+def _unlike(base: ComparedRun, peer: ComparedRun, split: str, measure: str) -> str | None:
     """Return why two scores of one name do not compare, or None."""
-    if base.job.recipe != other.job.recipe:
+    if base.job.recipe != peer.job.recipe:
         return "the runs have different recipes"
     if base.job.recipe is None:
         return None
-    data = (base.job.data, other.job.data)
+    data = (base.job.data, peer.job.data)
     if getattr(data[0], split, ()) != getattr(data[1], split, ()) or (split == "valid" and _is_held_apart(*data)):
         return f"the {split} data differs"
-    words = [(job.data.vocabulary, job.data.joint, job.data.train) for job in (base.job, other.job)]
-    if measure in _PER_TOKEN and base.unit == "tokens" and words[0] != words[1] and base.pack != other.pack:
+    words = [(job.data.vocabulary, job.data.joint, job.data.train) for job in (base.job, peer.job)]
+    if measure in _PER_TOKEN and base.unit == "tokens" and words[0] != words[1] and base.pack != peer.pack:
         return "per token, and the vocabularies differ"
     return None
 
 
-def _is_held_apart(one: DataSettings, two: DataSettings) -> bool:
+def _is_held_apart(base: DataSettings, peer: DataSettings) -> bool:
     """True if the validation data is held out of the training data, and not in the same way."""
-    held = one.held_out is not None or two.held_out is not None
-    return held and (one.held_out != two.held_out or [s.paths for s in one.train] != [s.paths for s in two.train])
+    held = base.held_out is not None or peer.held_out is not None
+    return held and (base.held_out != peer.held_out or [s.paths for s in base.train] != [s.paths for s in peer.train])
 
 
 def time_to_score(runs: Sequence[ComparedRun]) -> TimeToScore | None:
@@ -634,7 +640,8 @@ def time_to_score(runs: Sequence[ComparedRun]) -> TimeToScore | None:
     bests = [(min if lower else max)(value for value, *_ in history) for history in histories]
     target = max(bests) if lower else min(bests)
     firsts = [
-        next(one for one in history if (one[0] <= target if lower else one[0] >= target)) for history in histories
+        next(evaluation for evaluation in history if (evaluation[0] <= target if lower else evaluation[0] >= target))
+        for history in histories
     ]
     return TimeToScore(
         f"valid.{measure}", target, tuple(seconds for _, seconds, _ in firsts), tuple(step for *_, step in firsts)
@@ -643,13 +650,13 @@ def time_to_score(runs: Sequence[ComparedRun]) -> TimeToScore | None:
 
 def _history(run: ComparedRun, measure: str) -> list[tuple[float, float, int]]:
     """Return value, elapsed seconds and step of every evaluation."""
-    elapsed, found = 0.0, []
+    elapsed, evaluations = 0.0, []
     for point in run.points:  # in the order of training: a step comes before its evaluation
         if point.kind == "train":
             elapsed = point.values["elapsed_seconds"]
         elif point.kind == "valid" and math.isfinite(point.values.get(measure, math.nan)):
-            found.append((point.values[measure], elapsed, point.step))
-    return found
+            evaluations.append((point.values[measure], elapsed, point.step))
+    return evaluations
 
 
 # Curves.
@@ -679,4 +686,6 @@ def curves_of(runs: Sequence[ComparedRun]) -> tuple[Curve, ...]:
 
 
 def _line(run: ComparedRun, kind: str, name: str) -> tuple[tuple[float, float], ...]:
-    return tuple((float(one.step), one.values[name]) for one in run.points if one.kind == kind and name in one.values)
+    return tuple(
+        (float(point.step), point.values[name]) for point in run.points if point.kind == kind and name in point.values
+    )

@@ -40,47 +40,52 @@ code { font: 13px/1.5 ui-monospace, monospace; overflow-wrap: anywhere; }
 # Text.
 
 
-def text_lines(found: RunComparison, width: int) -> list[str]:
+def text_lines(comparison: RunComparison, width: int) -> list[str]:
     """Return the comparison as lines for that many columns. Only values of the jobs are cut to them."""
-    lines = [*_run_lines(found.runs, width), "", *_field_lines(found, width)]
-    for speed in found.speeds:
+    lines = [*_run_lines(comparison.runs, width), "", *_field_lines(comparison, width)]
+    for speed in comparison.speeds:
         lines += ["", f"Speed: {speed.other} against {speed.base}", *_speed_lines(speed, width)]
-    if found.gaps:
-        lines += ["", "Scores", *_gap_lines(found.gaps, width)]
-    if found.reached is not None:
-        each = (
+    if comparison.gaps:
+        lines += ["", "Scores", *_gap_lines(comparison.gaps, width)]
+    if comparison.reached is not None:
+        times = (
             f"{run.letter} {show_seconds(seconds)} (step {step:,})"
-            for run, seconds, step in zip(found.runs, found.reached.seconds, found.reached.steps, strict=True)
+            for run, seconds, step in zip(
+                comparison.runs, comparison.reached.seconds, comparison.reached.steps, strict=True
+            )
         )
-        named = found.reached.score.replace(".", " ")
-        lines += ["", *_wrapped(f"Time to {named} {show_score(found.reached.value)}: {', '.join(each)}", "", width)]
-    for curve in found.curves[:2]:
-        lines += ["", *text_chart(curve, [run.letter for run in found.runs], min(width, _CHART_WIDTH))]
+        named = comparison.reached.score.replace(".", " ")
+        lines += [
+            "",
+            *_wrapped(f"Time to {named} {show_score(comparison.reached.value)}: {', '.join(times)}", "", width),
+        ]
+    for curve in comparison.curves[:2]:
+        lines += ["", *text_chart(curve, [run.letter for run in comparison.runs], min(width, _CHART_WIDTH))]
     return lines
 
 
 def _run_lines(runs: Sequence[ComparedRun], width: int) -> list[str]:
     """Return the table of runs, or two if one is too wide. What all speeds or scores have in common is in the head."""
-    speeds = [_speed(one) for one in runs]
-    units = {one.rpartition(" ")[2] for one in speeds if one}
-    scored = [one.score for one in runs if one.score is not None]
-    titles, counts = {one.title for one in scored}, {one.samples for one in scored}
+    speeds = [_speed(run) for run in runs]
+    units = {speed.rpartition(" ")[2] for speed in speeds if speed}
+    scored = [run.score for run in runs if run.score is not None]
+    titles, counts = {score.title for score in scored}, {score.samples for score in scored}
     if len(units) == 1:
-        speeds = [one.rpartition(" ")[0] for one in speeds]
-    scores = ["" if one.score is None else _score_cell(one.score, len(titles) == 1, len(counts) == 1) for one in runs]
+        speeds = [speed.rpartition(" ")[0] for speed in speeds]
+    scores = ["" if run.score is None else _score_cell(run.score, len(titles) == 1, len(counts) == 1) for run in runs]
     speed, score = units.pop() if len(units) == 1 else "speed", "score"
     if len(titles) == 1:
         score = of_samples(titles.pop(), counts.pop() if len(counts) == 1 else None)
     heads = ["", "run", "state", "step", "time", "workers"]
     rows = [
-        [one.letter, one.name, one.state, f"{one.step:,}", show_seconds(one.seconds), str(one.workers)] for one in runs
+        [run.letter, run.name, run.state, f"{run.step:,}", show_seconds(run.seconds), str(run.workers)] for run in runs
     ]
     results = [[*shown] for shown in zip(speeds, scores, strict=True)]
     lines = _table([*heads, speed, score], [row + shown for row, shown in zip(rows, results, strict=True)])
     if max(map(len, lines)) <= width:
         return lines
-    rest = [[one.letter, *shown] for one, shown in zip(runs, results, strict=True)]
-    return [*_table(heads, rows), "", *_table(["", speed, score], rest)]
+    score_rows = [[run.letter, *shown] for run, shown in zip(runs, results, strict=True)]
+    return [*_table(heads, rows), "", *_table(["", speed, score], score_rows)]
 
 
 def _score_cell(score: Score, has_title: bool, has_samples: bool) -> str:
@@ -90,15 +95,15 @@ def _score_cell(score: Score, has_title: bool, has_samples: bool) -> str:
     return f"{title}{show_score(score.value)}{samples}"
 
 
-def _field_lines(found: RunComparison, width: int) -> list[str]:
-    if not found.fields:
+def _field_lines(comparison: RunComparison, width: int) -> list[str]:
+    if not comparison.fields:
         return ["The jobs are the same."]
     lines = ["What differs"]
-    column = min(32, max(len(row.field) for row in found.fields))
+    column = min(32, max(len(row.field) for row in comparison.fields))
     room = width - len("    A ")
-    for row in found.fields:
+    for row in comparison.fields:
         shown = _from_difference(row.values, room)
-        values = [f"{run.letter} {_cut(value, room)}" for run, value in zip(found.runs, shown, strict=True)]
+        values = [f"{run.letter} {_cut(value, room)}" for run, value in zip(comparison.runs, shown, strict=True)]
         line = f"  {row.field:<{column}}  {'  '.join(values)}"
         lines += [line] if len(line) <= width else [f"  {row.field}", *(f"    {value}" for value in values)]
     return lines
@@ -118,20 +123,20 @@ def _speed_lines(speed: SpeedUp, width: int) -> list[str]:
     if speed.factor is None:
         return lines
     rows = [
-        [one.label, show_step(one.base), show_step(one.other), _signed(one.saved), _without(one.without)]
-        for one in speed.terms
+        [term.label, show_step(term.base), show_step(term.other), _signed(term.saved), _without(term.without)]
+        for term in speed.terms
     ]
     saved = speed.base_seconds - speed.other_seconds
     rows.append(["a step", show_step(speed.base_seconds), show_step(speed.other_seconds), _signed(saved), ""])
-    return [*lines, *(f"  {one}" for one in _table(["", speed.base, speed.other, "saved", "all else"], rows))]
+    return [*lines, *(f"  {line}" for line in _table(["", speed.base, speed.other, "saved", "all else"], rows))]
 
 
 def _gap_lines(gaps: Sequence[ScoreGap], width: int) -> list[str]:
     lines = []
-    for one in gaps:
-        values = f"{one.base} {show_score(one.base_value)}  {one.other} {show_score(one.other_value)}"
-        lines.append(f"  {one.title:<14}  {values}  {gap_words(one)}")
-        lines += _wrapped(one.decided, "    ", width)
+    for gap in gaps:
+        values = f"{gap.base} {show_score(gap.base_value)}  {gap.other} {show_score(gap.other_value)}"
+        lines.append(f"  {gap.title:<14}  {values}  {gap_words(gap)}")
+        lines += _wrapped(gap.decided, "    ", width)
     return lines
 
 
@@ -177,7 +182,7 @@ def _table(heads: Sequence[str], rows: Sequence[Sequence[str]]) -> list[str]:
     lines = []
     for row in [heads, *rows]:
         cells = [
-            f"{cell:>{width}}" if any(one[column][:1].isdigit() for one in rows) and column else f"{cell:<{width}}"
+            f"{cell:>{width}}" if any(row[column][:1].isdigit() for row in rows) and column else f"{cell:<{width}}"
             for column, (cell, width) in enumerate(zip(row, widths, strict=True))
         ]
         lines.append("  ".join(cells).rstrip())
@@ -190,8 +195,8 @@ def _wrapped(text: str, indent: str, width: int) -> list[str]:
     )
 
 
-def _cut(text: str, most: int) -> str:
-    return text if len(text) <= most else f"{text[: most - 3]}..."
+def _cut(text: str, length: int) -> str:
+    return text if len(text) <= length else f"{text[: length - 3]}..."
 
 
 def _signed(seconds: float) -> str:
@@ -210,121 +215,125 @@ def _speed(run: ComparedRun) -> str:
 # The page.
 
 
-def compare_page(found: RunComparison) -> str:
-    title = " and ".join(run.name for run in found.runs) if len(found.runs) < 4 else f"{len(found.runs)} runs"
+def compare_page(comparison: RunComparison) -> str:
+    title = (
+        " and ".join(run.name for run in comparison.runs)
+        if len(comparison.runs) < 4
+        else f"{len(comparison.runs)} runs"
+    )
     sections = [
         f"<h1>{escape(title)}</h1>",
-        _runs_section(found),
-        _scores_section(found),
-        "".join(_speed_section(found, speed) for speed in found.speeds),
-        _fields_section(found),
-        _curves_section(found),
-        _time_section(found),
+        _runs_section(comparison),
+        _scores_section(comparison),
+        "".join(_speed_section(comparison, speed) for speed in comparison.speeds),
+        _fields_section(comparison),
+        _curves_section(comparison),
+        _time_section(comparison),
     ]
     return page(title, "".join(sections), STYLE)
 
 
-def _named(found: RunComparison, letter: str) -> str:
-    place = next(place for place, run in enumerate(found.runs) if run.letter == letter)
+def _named(comparison: RunComparison, letter: str) -> str:
+    place = next(place for place, run in enumerate(comparison.runs) if run.letter == letter)
     return f'<b class="s{place}">{escape(letter)}</b>'
 
 
-def _runs_section(found: RunComparison) -> str:
+def _runs_section(comparison: RunComparison) -> str:
     rows = [
         [
-            _named(found, one.letter), escape(one.name), escape(one.state), f"{one.step:,}",
-            show_seconds(one.seconds), str(one.machines), str(one.workers), escape(_speed(one)),
-            "" if one.score is None else escape(f"{one.score.title} {one.score.text}"),
+            _named(comparison, compared.letter), escape(compared.name), escape(compared.state), f"{compared.step:,}",
+            show_seconds(compared.seconds), str(compared.machines), str(compared.workers), escape(_speed(compared)),
+            "" if compared.score is None else escape(f"{compared.score.title} {compared.score.text}"),
         ]
-        for one in found.runs
+        for compared in comparison.runs
     ]  # fmt: skip
     return html_table(["", "run", "state", "step", "time", "machines", "workers", "speed", "score"], rows)
 
 
-def _scores_section(found: RunComparison) -> str:
-    if not found.gaps:
+def _scores_section(comparison: RunComparison) -> str:
+    if not comparison.gaps:
         return ""
     rows = [
         [
-            escape(one.title),
-            f'<span class="value">{_named(found, one.base)} {show_score(one.base_value)}</span>',
-            f'<span class="value">{_named(found, one.other)} {show_score(one.other_value)}</span>',
-            f"<b>{escape(gap_words(one))}</b>",
-            escape(one.decided),
+            escape(gap.title),
+            f'<span class="value">{_named(comparison, gap.base)} {show_score(gap.base_value)}</span>',
+            f'<span class="value">{_named(comparison, gap.other)} {show_score(gap.other_value)}</span>',
+            f"<b>{escape(gap_words(gap))}</b>",
+            escape(gap.decided),
         ]
-        for one in found.gaps
+        for gap in comparison.gaps
     ]
     reached = ""
-    if found.reached is not None:
-        each = ", ".join(
-            f"{_named(found, run.letter)} {show_seconds(seconds)}"
-            for run, seconds in zip(found.runs, found.reached.seconds, strict=True)
+    if comparison.reached is not None:
+        times = ", ".join(
+            f"{_named(comparison, run.letter)} {show_seconds(seconds)}"
+            for run, seconds in zip(comparison.runs, comparison.reached.seconds, strict=True)
         )
-        score = f"{escape(found.reached.score.replace('.', ' '))} {show_score(found.reached.value)}"
-        reached = f"<p>Training time to {score}, which all of them reached: {each}.</p>"
+        score = f"{escape(comparison.reached.score.replace('.', ' '))} {show_score(comparison.reached.value)}"
+        reached = f"<p>Training time to {score}, which all of them reached: {times}.</p>"
     return f"<h2>Scores</h2>{html_table(['score', '', '', 'verdict', 'decided by'], rows)}{reached}"
 
 
-def _speed_section(found: RunComparison, speed: SpeedUp) -> str:
+def _speed_section(comparison: RunComparison, speed: SpeedUp) -> str:
     head = f"<h2>Speed of {escape(speed.other)} against {escape(speed.base)}</h2>"
     text = "".join(f"<p>{escape(sentence)}</p>" for sentence in speed.sentences)
     if speed.factor is None:
         return head + text
-    most = max(speed.base_seconds, speed.other_seconds)
+    longest = max(speed.base_seconds, speed.other_seconds)
     bars = ""
-    for letter, which in ((speed.base, "base"), (speed.other, "other")):
-        parts = "".join(
-            f'<span class="s{number}" style="width:{100 * getattr(one, which) / most:.2f}%" '
-            f'title="{escape(one.label)}: {show_step(getattr(one, which))}"></span>'
-            for number, one in enumerate(speed.terms)
+    for letter, side in ((speed.base, "base"), (speed.other, "other")):
+        segments = "".join(
+            f'<span class="s{number}" style="width:{100 * getattr(term, side) / longest:.2f}%" '
+            f'title="{escape(term.label)}: {show_step(getattr(term, side))}"></span>'
+            for number, term in enumerate(speed.terms)
         )
-        bars += f'<p>{_named(found, letter)}</p><div class="bar">{parts}</div>'
+        bars += f'<p>{_named(comparison, letter)}</p><div class="bar">{segments}</div>'
     keys = "".join(
-        f'<span class="key s{number}"><span class="label">{escape(one.label)}</span></span>'
-        for number, one in enumerate(speed.terms)
+        f'<span class="key s{number}"><span class="label">{escape(term.label)}</span></span>'
+        for number, term in enumerate(speed.terms)
     )
     rows = [
-        [escape(one.label), show_step(one.base), show_step(one.other), _signed(one.saved), _without(one.without)]
-        for one in speed.terms
+        [escape(term.label), show_step(term.base), show_step(term.other), _signed(term.saved), _without(term.without)]
+        for term in speed.terms
     ]
     saved = _signed(speed.base_seconds - speed.other_seconds)
     rows.append(["<b>a step</b>", show_step(speed.base_seconds), show_step(speed.other_seconds), saved, ""])
     return f"{head}{text}{bars}<p>{keys}</p>{html_table(['', speed.base, speed.other, 'saved', 'all else'], rows)}"
 
 
-def _fields_section(found: RunComparison) -> str:
-    if not found.fields:
+def _fields_section(comparison: RunComparison) -> str:
+    if not comparison.fields:
         return "<h2>Jobs</h2><p>The jobs are the same.</p>"
-    heads = ["field", *(run.letter for run in found.runs)]
+    heads = ["field", *(run.letter for run in comparison.runs)]
     rows = [
         [f"<code>{escape(row.field)}</code>", *(f"<code>{escape(value)}</code>" for value in row.values)]
-        for row in found.fields
+        for row in comparison.fields
     ]
     return f"<h2>What differs in the jobs</h2>{html_table(heads, rows)}"
 
 
-def _curves_section(found: RunComparison) -> str:
+def _curves_section(comparison: RunComparison) -> str:
     charts = "".join(
         line_chart(
             curve.name.replace(".", " "),
             [
                 # With its number: a color means the same run in every chart, also if another has no points.
                 Series(f"{run.letter} {run.name}", line, curve.marked, place)
-                for place, (run, line) in enumerate(zip(found.runs, curve.lines, strict=True))
+                for place, (run, line) in enumerate(zip(comparison.runs, curve.lines, strict=True))
             ],
         )
-        for curve in found.curves
+        for curve in comparison.curves
     )
     return f'<h2>Curves</h2><div class="charts">{charts}</div>' if charts else ""
 
 
-def _time_section(found: RunComparison) -> str:
-    spans = [span for span in LABELS if any(run.goodput.parts.get(span) for run in found.runs)]
+def _time_section(comparison: RunComparison) -> str:
+    spans = [span for span in LABELS if any(run.goodput.parts.get(span) for run in comparison.runs)]
     if not spans:
         return ""
     rows = [
-        [escape(LABELS[span]), *(show_seconds(run.goodput.parts.get(span, 0.0)) for run in found.runs)]
+        [escape(LABELS[span]), *(show_seconds(run.goodput.parts.get(span, 0.0)) for run in comparison.runs)]
         for span in spans
     ]
-    rows.append(["<b>all</b>", *(show_seconds(run.goodput.seconds) for run in found.runs)])
-    return f"<h2>Time of the whole run</h2>{html_table(['', *(run.letter for run in found.runs)], rows)}"
+    rows.append(["<b>all</b>", *(show_seconds(run.goodput.seconds) for run in comparison.runs)])
+    return f"<h2>Time of the whole run</h2>{html_table(['', *(run.letter for run in comparison.runs)], rows)}"

@@ -41,7 +41,7 @@ class MetricColumns:
 
     def filled(self, name: str) -> tuple[np.ndarray[Any, np.dtype[np.float64]], np.ndarray[Any, np.dtype[np.bool_]]]:
         """Return a column and where it has a value; NaN elsewhere."""
-        rows, values = (np.array(one) for one in self._values[name])
+        rows, values = (np.array(column_array) for column_array in self._values[name])
         column, present = np.full(len(self.steps), np.nan), np.zeros(len(self.steps), dtype=bool)
         column[rows], present[rows] = values, True
         return column, present
@@ -58,15 +58,17 @@ def in_order(points: Iterable[Point]) -> list[Point]:
     return sorted(measured, key=lambda point: (point.step, _KINDS.index(point.kind)))
 
 
-def library_of(wanted: str | None) -> Library:
+def library_of(library: str | None) -> Library:
     """Return the library to use: the one that was asked for, or the first that is installed."""
-    if wanted is not None and wanted not in _LIBRARIES:
-        raise Mistake(f"metrics(library={wanted!r}): unknown library; {nearest(wanted, _LIBRARIES)}")
-    found = next((one for one in _LIBRARIES if wanted in (None, one) and find_spec(one)), None)
-    if found is None:
-        what = wanted or "pandas or polars"
-        raise Mistake(f"metrics() needs {what}: pip install {wanted or 'pandas'}; points() needs neither")
-    return found
+    if library is not None and library not in _LIBRARIES:
+        raise Mistake(f"metrics(library={library!r}): unknown library; {nearest(library, _LIBRARIES)}")
+    chosen = next(
+        (candidate for candidate in _LIBRARIES if library in (None, candidate) and find_spec(candidate)), None
+    )
+    if chosen is None:
+        libraries = library or "pandas or polars"
+        raise Mistake(f"metrics() needs {libraries}: pip install {library or 'pandas'}; points() needs neither")
+    return chosen
 
 
 def frame_of(points: Iterable[Point], library: Library) -> Any:
@@ -80,8 +82,8 @@ def frame_of(points: Iterable[Point], library: Library) -> Any:
     if library == "pandas":
         import pandas as pd
 
-        known = {"step": steps, "generation": generations, "time": pd.to_datetime(times, utc=True)}
-        return pd.DataFrame({**known, **{name: columns.filled(name)[0] for name in columns.names()}})
+        row_columns = {"step": steps, "generation": generations, "time": pd.to_datetime(times, utc=True)}
+        return pd.DataFrame({**row_columns, **{name: columns.filled(name)[0] for name in columns.names()}})
     import polars as pl
 
     series = [pl.Series("step", steps), pl.Series("generation", generations)]

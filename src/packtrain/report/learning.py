@@ -72,38 +72,38 @@ def trained(evidence: Evidence) -> Finding | None:
         return None
     measure = evidence.status.measure
     names = [name for name in dict.fromkeys((measure, "loss")) if name]
-    found = [progression(name, evidence.scores(name), is_lower_better(evidence.job, name)) for name in names]
-    judged = [one for one in found if one is not None]
+    progressions = [progression(name, evidence.scores(name), is_lower_better(evidence.job, name)) for name in names]
+    judged = [course for course in progressions if course is not None]
     if not judged:
         count = len(evidence.evaluations)
         why = f"{counted(count, 'evaluation')}, and a trend needs {MIN_EVALUATIONS}; see evaluate.every"
         return unknown(key, "model", question, why, _training_loss_alone(evidence))
     answer, verdict = _how_trained(evidence, judged)
     evidence_texts = (
-        *(f"{one.text[0].upper()}{one.text[1:]}." for one in judged),
+        *(f"{course.text[0].upper()}{course.text[1:]}." for course in judged),
         f"Decided by a straight line over the logarithm of the step through the last {judged[0].line.count}"
         " evaluations, with its 95 % interval. What twice the steps bring is at best what the last doubling brought,"
         " and less if gains shrink as they did.",
         *_measured_on(evidence, judged[0].name),
         *_rate_left(evidence),
     )
-    numbers = {f"{one.name}_per_doubling": one.line.slope for one in judged}
-    numbers |= {f"{one.name}_per_doubling_error": one.line.error for one in judged}
+    numbers = {f"{course.name}_per_doubling": course.line.slope for course in judged}
+    numbers |= {f"{course.name}_per_doubling_error": course.line.error for course in judged}
     charts = tuple(_score_charts(evidence, judged))
     return Finding(key, "model", question, answer, verdict, evidence_texts, charts, numbers)
 
 
 def _how_trained(evidence: Evidence, judged: Sequence[Progression]) -> tuple[str, Verdict]:
-    improving = next((one for one in judged if one.course == "improving"), None)
-    flat = next((one for one in judged if one.course == "flat"), None)
+    improving = next((score for score in judged if score.course == "improving"), None)
+    flat = next((score for score in judged if score.course == "flat"), None)
     first = judged[0]  # the score that counts, or else the loss
     if improving is not None:
         return f"No, it is still improving: {improving.text}. {_twice(evidence, improving)}", "note"
     if first.course == "worse":
         return f"It got worse: {first.text}. Use the best checkpoint, not the last.", "bad"
     if flat is not None:
-        most = flat.line.error + abs(flat.line.slope)
-        change = f": twice the steps would change it by at most {most:.2g}" if most else ""
+        largest = flat.line.error + abs(flat.line.slope)
+        change = f": twice the steps would change it by at most {largest:.2g}" if largest else ""
         return f"Yes, validation {flat.name} is flat at {flat.last:.4g}{change}.", "good"
     return f"Not enough data: the evaluations scatter too much; {first.text}, so it may be flat or not.", "unknown"
 
@@ -148,19 +148,19 @@ def _between(points: Sequence[tuple[float, float]], step: float) -> float | None
     return None
 
 
-def _twice(evidence: Evidence, one: Progression) -> str:
+def _twice(evidence: Evidence, score: Progression) -> str:
     """Say what as many steps again would bring."""
-    step = one.window[-1][0]
-    found = gains(evidence.scores(one.name), one.line)
-    if found is None:
+    step = score.window[-1][0]
+    doubling = gains(evidence.scores(score.name), score.line)
+    if doubling is None:
         return ""
     seconds = evidence.status.seconds
     time = f" and another {show_seconds(seconds)}" if seconds else ""
-    most = f"{max(0.0, found.most):.3g}"
-    about = most if found.expected is None else f"{found.expected:.3g}"
+    best = f"{max(0.0, doubling.most):.3g}"
+    about = best if doubling.expected is None else f"{doubling.expected:.3g}"
     return (
-        f"The last doubling brought it from {found.start:.3g} to {found.end:.3g}; the next ({2 * step:,.0f} steps"
-        f"{time}) would bring it to {'' if about == most else f'about {about}, and '}{most} at best."
+        f"The last doubling brought it from {doubling.start:.3g} to {doubling.end:.3g}; the next ({2 * step:,.0f} steps"
+        f"{time}) would bring it to {'' if about == best else f'about {about}, and '}{best} at best."
     )
 
 
@@ -195,15 +195,15 @@ def _training_loss_alone(evidence: Evidence) -> tuple[str, ...]:
 
 def _score_charts(evidence: Evidence, judged: Sequence[Progression]) -> list[Chart]:
     charts = []
-    for one in judged:
-        lines = [Series(one.name, evidence.scores(one.name), True)]
-        first, last = one.window[0][0], one.window[-1][0]
+    for score in judged:
+        lines = [Series(score.name, evidence.scores(score.name), True)]
+        first, last = score.window[0][0], score.window[-1][0]
         xs = [first * (last / first) ** (number / 16) for number in range(17)]
-        lines.append(Series("trend", [(x, one.line.at(math.log2(x))) for x in xs]))
-        found = gains(evidence.scores(one.name), one.line)
-        if one.course == "improving" and found is not None and found.expected is not None:
-            lines.append(Series("twice the steps", [(last, found.end), (2 * last, found.expected)], True))
-        charts.append(Chart(f"validation {one.name}", tuple(lines)))
+        lines.append(Series("trend", [(x, score.line.at(math.log2(x))) for x in xs]))
+        doubling = gains(evidence.scores(score.name), score.line)
+        if score.course == "improving" and doubling is not None and doubling.expected is not None:
+            lines.append(Series("twice the steps", [(last, doubling.end), (2 * last, doubling.expected)], True))
+        charts.append(Chart(f"validation {score.name}", tuple(lines)))
     return charts
 
 
@@ -274,8 +274,8 @@ def _how_fitted(evidence: Evidence, turn: Turn) -> tuple[str, Verdict]:
             " improves: the model grows too sure of itself, not worse.",
             "note",
         )
-    kept = _best_kept(evidence, turn.step)
-    return f"Yes, from about step {turn.step:,.0f}: {rose} while training loss fell to {turn.after:.3g}.{kept}", "bad"
+    advice = _best_kept(evidence, turn.step)
+    return f"Yes, from about step {turn.step:,.0f}: {rose} while training loss fell to {turn.after:.3g}.{advice}", "bad"
 
 
 def _rises(after: Sequence[tuple[float, float]], rise: float, best: float, noise: float) -> bool:
@@ -296,7 +296,7 @@ def _training_loss(evidence: Evidence, losses: Sequence[tuple[float, float]], at
 
 
 def _best_kept(evidence: Evidence, best_step: float) -> str:
-    steps = [one.step for one in evidence.checkpoints]
+    steps = [checkpoint.step for checkpoint in evidence.checkpoints]
     if any(step == best_step for step in steps):
         return f" Its checkpoint is kept: --checkpoint {best_step:.0f}."
     if not steps:
@@ -311,8 +311,10 @@ def stability(evidence: Evidence) -> Finding | None:
     if evidence.job.recipe is None:
         return None
     steps, losses = evidence.steps, values_of(evidence.steps, "loss")
-    broken = next((one for one in evidence.raw if one.kind == "train" and not math.isfinite(one.values["loss"])), None)
-    ended = next((one for one in reversed(evidence.generations) if one.cause == "number"), None)
+    broken = next(
+        (point for point in evidence.raw if point.kind == "train" and not math.isfinite(point.values["loss"])), None
+    )
+    ended = next((generation for generation in reversed(evidence.generations) if generation.cause == "number"), None)
     chart = Chart("gradient norm", (Series("norm", values_of(steps, "gradient_norm")),))
     if broken is not None or ended is not None or "not finite" in evidence.status.reason:
         why = evidence.status.reason if "not finite" in evidence.status.reason else ended.reason if ended else ""
@@ -320,20 +322,20 @@ def stability(evidence: Evidence) -> Finding | None:
         return Finding(key, "model", question, f"No: the loss stopped being a number {where}.", "bad", (), (chart,))
     if len(losses) < _MIN_STEPS:
         return unknown(key, "model", question, f"{counted(len(losses), 'step')}, and at least {_MIN_STEPS} are needed")
-    parts = bucketed(losses, _BUCKETS)
-    at, (low_step, low) = min(enumerate(parts), key=lambda item: item[1][1])
-    rise, learned = parts[-1][1] - low, parts[0][1] - low
-    noise = noise_of([value for _, value in parts])
+    buckets = bucketed(losses, _BUCKETS)
+    at, (low_step, low) = min(enumerate(buckets), key=lambda item: item[1][1])
+    rise, learned = buckets[-1][1] - low, buckets[0][1] - low
+    noise = noise_of([value for _, value in buckets])
     spikes = _spikes(losses)
     facts = _stability_facts(evidence, steps, spikes)
     loss_chart = Chart("loss", (training_loss(evidence),), marks=tuple((step, "spike") for step in spikes[:8]))
     numbers = {"spikes": float(len(spikes)), "rise_from_lowest": rise}
     if rise > 6 * noise and rise > max(0.5 * learned, 0.3 * abs(low)):
-        first = next(step for step, value in parts[at:] if value - low > rise / 4)
+        first = next(step for step, value in buckets[at:] if value - low > rise / 4)
         return Finding(
             key, "model", question,
             f"No, it diverged: training loss was {low:.3g} at step {low_step:,.0f}, rose from about step {first:,.0f},"
-            f" and ended at {parts[-1][1]:.3g}. Lower the rate, or clip gradients.",
+            f" and ended at {buckets[-1][1]:.3g}. Lower the rate, or clip gradients.",
             "bad", facts, (loss_chart, chart), numbers,
         )  # fmt: skip
     many = len(spikes) > max(3, len(losses) // 200)
@@ -351,16 +353,16 @@ def stability(evidence: Evidence) -> Finding | None:
 
 def _spikes(losses: Sequence[tuple[float, float]]) -> list[float]:
     """Return the steps whose loss is far above that of their neighbors."""
-    found: list[float] = []
+    steps: list[float] = []
     size = max(10, len(losses) // _BUCKETS)
     for start in range(0, len(losses), size):
-        part = losses[max(0, start - size // 2) : start + size + size // 2]
-        ordered = sorted(value for _, value in part)
+        neighbors = losses[max(0, start - size // 2) : start + size + size // 2]
+        ordered = sorted(value for _, value in neighbors)
         middle = ordered[len(ordered) // 2]
         spread = sorted(abs(value - middle) for value in ordered)[len(ordered) // 2]
         limit = middle + max(12 * spread, 0.2 * abs(middle))
-        found += [step for step, value in losses[start : start + size] if value > limit]
-    return found
+        steps += [step for step, value in losses[start : start + size] if value > limit]
+    return steps
 
 
 def _stability_facts(evidence: Evidence, steps: Sequence[Point], spikes: Sequence[float]) -> tuple[str, ...]:
@@ -393,21 +395,21 @@ def learning_rate(evidence: Evidence) -> Finding | None:
     if evidence.job.recipe is None or not rates:
         return None
     schedule = evidence.job.train.schedule
-    peak_step, peak = max(rates, key=lambda one: one[1])
+    peak_step, peak = max(rates, key=lambda rate: rate[1])
     last_step, last = rates[-1]
     is_constant = peak == min(value for _, value in rates)
     if is_constant:
-        seen = f"It was {last:.3g} at every step."
+        curve = f"It was {last:.3g} at every step."
     else:
-        seen = f"It was highest at step {peak_step:,.0f} ({peak:.3g}) and {last:.3g} at step {last_step:,.0f}."
+        curve = f"It was highest at step {peak_step:,.0f} ({peak:.3g}) and {last:.3g} at step {last_step:,.0f}."
     settings = schedule.model_dump(mode="json", exclude_none=True)
     words, scale = schedule.in_words, evidence.job.train.scale_rate
     if scale is not None:
-        told = scale.in_words(evidence.job.train.batch)
-        words = f"{words} {told[0].upper()}{told[1:]}."
+        scaling = scale.in_words(evidence.job.train.batch)
+        words = f"{words} {scaling[0].upper()}{scaling[1:]}."
     doubt, verdict = _warmup_doubt(evidence, peak_step, last_step, is_constant)
     return Finding(
-        "rate", "model", "What does the learning rate do?", f"{doubt}{words} {seen}", verdict,
+        "rate", "model", "What does the learning rate do?", f"{doubt}{words} {curve}", verdict,
         ("The words are those of train.schedule in the job; the curve is what the steps recorded.",),
         (Chart("learning rate", (Series("learning rate", rates),)),
          Rows(("setting", "value"), tuple((name, str(value)) for name, value in settings.items()))),

@@ -34,10 +34,10 @@ def _lines(evidence: Evidence, findings: Sequence[Finding]) -> Iterator[str]:
         )
         yield from ("", *table_lines(Rows(("score", "value", "samples"), rows)))
     for topic, title in TOPICS.items():
-        own = [finding for finding in findings if finding.topic == topic]
-        if own:
+        of_topic = [finding for finding in findings if finding.topic == topic]
+        if of_topic:
             yield from ("", f"## {title}")
-        for finding in own:
+        for finding in of_topic:
             yield from (
                 "",
                 f"### {VERDICTS[finding.verdict].mark} {plain(finding.question)}",
@@ -83,7 +83,7 @@ def _fenced(text: str) -> Iterator[str]:
 
 
 def _samples(samples: Sequence[Sample]) -> Rows:
-    rows = tuple((_cut(one.input), _cut(one.prediction), _cut(one.reference)) for one in samples)
+    rows = tuple((_cut(sample.input), _cut(sample.prediction), _cut(sample.reference)) for sample in samples)
     return Rows(("input", "prediction", "reference"), rows)
 
 

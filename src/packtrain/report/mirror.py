@@ -63,7 +63,7 @@ _NOT_IN_NAMES = re.compile(r"[^\w\-. :/]", re.ASCII)
 
 def parameters_of(job: Job) -> dict[str, str]:
     """Return every setting of a job that is not null, by its name with dots."""
-    document = {key: one for key, one in job.model_dump(mode="json").items() if key not in _LEFT_OUT}
+    document = {key: section for key, section in job.model_dump(mode="json").items() if key not in _LEFT_OUT}
     return {_name(name): text[:_VALUE_LENGTH] for name, text in _flat(document)}
 
 
@@ -107,11 +107,12 @@ class Mirror:
         self._points, self._pending = run.points(), list[Point]()
         self._id = self._opened()
         self._client.update_run(self._id, status="RUNNING")
-        known = self._client.get_run(self._id).data
-        self._log_parameters(known.params)
+        logged = self._client.get_run(self._id).data
+        self._log_parameters(logged.params)
         # The last step of each metric: a run that was resumed, or a mirror that was killed, continues after it.
         self._last = {
-            name: max(one.step for one in self._client.get_metric_history(self._id, name)) for name in known.metrics
+            name: max(metric.step for metric in self._client.get_metric_history(self._id, name))
+            for name in logged.metrics
         }
 
     def _opened(self) -> str:
@@ -120,40 +121,40 @@ class Mirror:
 
         server = hashlib.sha256(self._uri.encode()).hexdigest()
         try:
-            known = self._run.mirrored()
+            mirrored = self._run.mirrored()
         except DamagedRecord:
-            known = None
-        if known is not None and known.server == server:
+            mirrored = None
+        if mirrored is not None and mirrored.server == server:
             try:
-                found = self._client.get_run(known.run)
+                run = self._client.get_run(mirrored.run)
                 # The store names it: it could be anything that this person may change on the server.
-                if found.info.lifecycle_stage == "active" and _RUN_TAG in found.data.tags:
-                    return known.run
+                if run.info.lifecycle_stage == "active" and _RUN_TAG in run.data.tags:
+                    return mirrored.run
             except MlflowException as error:
                 if error.error_code != "RESOURCE_DOES_NOT_EXIST":
                     raise
         entry = self._run.store.entry(self._run.key("job.json"))
         created = int(1000 * (time.time() if entry is None else entry.modified.timestamp()))
         tags = {_RUN_TAG: self._run.name, "packtrain.store": self._run.store.url}
-        made = self._client.create_run(self._experiment(), created, tags, self._run.name)
-        self._run.put_mirrored(MirroredRun(server, made.info.run_id))
-        return str(made.info.run_id)
+        run = self._client.create_run(self._experiment(), created, tags, self._run.name)
+        self._run.put_mirrored(MirroredRun(server, run.info.run_id))
+        return str(run.info.run_id)
 
     def _experiment(self) -> str:
         name = os.environ.get("MLFLOW_EXPERIMENT_NAME") or self._job.name
-        found = self._client.get_experiment_by_name(name)
-        return str(self._client.create_experiment(name) if found is None else found.experiment_id)
+        experiment = self._client.get_experiment_by_name(name)
+        return str(self._client.create_experiment(name) if experiment is None else experiment.experiment_id)
 
-    def _log_parameters(self, known: Mapping[str, str]) -> None:
+    def _log_parameters(self, logged: Mapping[str, str]) -> None:
         """Log the job. MLflow keeps the first value of a parameter: what `resume --set` changed becomes a tag."""
         from mlflow.entities import Param
 
-        given = parameters_of(self._job)
-        new = [Param(name, value) for name, value in given.items() if name not in known]
-        for some in _batches(new, _PARAMETERS_AT_ONCE):
-            self._client.log_batch(self._id, params=some)
-        for name, value in given.items():
-            if known.get(name, value) != value:
+        parameters = parameters_of(self._job)
+        missing = [Param(name, value) for name, value in parameters.items() if name not in logged]
+        for batch in _batches(missing, _PARAMETERS_AT_ONCE):
+            self._client.log_batch(self._id, params=batch)
+        for name, value in parameters.items():
+            if logged.get(name, value) != value:
                 self._client.set_tag(self._id, f"packtrain.changed.{name}", value)
 
     def look(self) -> bool:
@@ -173,15 +174,15 @@ class Mirror:
     def _log(self, points: Iterable[Point]) -> None:
         from mlflow.entities import Metric
 
-        new: list[Metric] = []
+        metrics: list[Metric] = []
         last = dict(self._last)
         for point in points:
             for name, value in metrics_of(point, self._unit).items() if point.kind != "start" else ():
                 if point.step > last.get(name, -1):
-                    new.append(Metric(name, value, int(1000 * point.time), point.step))
+                    metrics.append(Metric(name, value, int(1000 * point.time), point.step))
                     last[name] = point.step
-        for some in _batches(new, _METRICS_AT_ONCE):
-            self._client.log_batch(self._id, metrics=some)
+        for batch in _batches(metrics, _METRICS_AT_ONCE):
+            self._client.log_batch(self._id, metrics=batch)
         self._last = last
 
     def _finish(self, result: Result) -> None:
@@ -222,7 +223,7 @@ def follow(run: Run, uri: str, tell: Tell, is_wanted: Callable[[], bool] = lambd
     """
     mirror: Mirror | None = None
     backoff = Backoff(1.0, 30.0)
-    told = ""  # the kind of the last failure: its text may differ each time, such as by an address in memory
+    failure = ""  # the kind of the last failure: its text may differ each time, such as by an address in memory
     ended = math.inf  # when the run was first seen to be over while MLflow was not there
     while True:
         try:
@@ -232,15 +233,15 @@ def follow(run: Run, uri: str, tell: Tell, is_wanted: Callable[[], bool] = lambd
             if mirror.look():
                 return True
             backoff.reset()
-            told, pause = "", _SECONDS
+            failure, pause = "", _SECONDS
         except NoMlflow as error:
             tell(f"{error}; `{install_command('mlflow')}` there, or `packtrain mirror {run.name}` where it is")
             return False
         except Exception as error:  # MLflow's client raises anything; the store may be away, too
             mirror, pause = None, backoff.next_pause() or _SECONDS
-            if (kind := type(error).__name__) != told:
+            if (kind := type(error).__name__) != failure:
                 tell(f"cannot mirror to MLflow: {_in_one_line(error)}; trying again")
-                told = kind
+                failure = kind
             if _is_over(run):
                 ended, pause = min(ended, time.monotonic()), min(pause, _SECONDS)
             if time.monotonic() - ended > _LAST_SECONDS:

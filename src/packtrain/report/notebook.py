@@ -85,15 +85,15 @@ def runs_table(rows: Sequence[tuple[str, Status | PacktrainError]], store: str) 
         return f'<p style="{_FONT};{_DIM}">No runs in {escape(store)}.</p>'
     heads = ["run", "state", "step", "loss", "score", "time", "cost", "job"]
     cells = [_row(name, row) for name, row in rows]
-    kept = [column for column, head in enumerate(heads) if head != "cost" or any(one[column] for one in cells)]
+    columns = [column for column, head in enumerate(heads) if head != "cost" or any(row[column] for row in cells)]
     right = {2, 3, 5, 6}
     cell = "padding:.3em 1em .3em 0;border-bottom:1px solid #808a9640;white-space:nowrap;text-align:"
 
     def line(tag: str, texts: Sequence[str], extra: str = "") -> str:
-        ends = {column: "right" if column in right else "left" for column in kept}
-        return "".join(f'<{tag} style="{cell}{ends[at]}{extra}">{texts[at]}</{tag}>' for at in kept)
+        ends = {column: "right" if column in right else "left" for column in columns}
+        return "".join(f'<{tag} style="{cell}{ends[at]}{extra}">{texts[at]}</{tag}>' for at in columns)
 
-    body = "".join(f"<tr>{line('td', one)}</tr>" for one in cells)
+    body = "".join(f"<tr>{line('td', row)}</tr>" for row in cells)
     return (
         f'<table style="{_FONT};border-collapse:collapse;font-variant-numeric:tabular-nums">'
         f"<thead><tr>{line('th', heads, f';font-weight:normal;{_DIM}')}</tr></thead><tbody>{body}</tbody></table>"

@@ -30,31 +30,33 @@ _HARDWARE_HEADS = ("machine", "processor", "cores", "memory", "GPUs", "system")
 def machines(evidence: Evidence) -> Finding:
     """List the machines by what they are, and the versions of what ran on them."""
     key, question = "machines", "What did it run on?"
-    known = [lease for lease in evidence.leases if lease.facts != MachineFacts()]
-    if not known:
+    described = [lease for lease in evidence.leases if lease.facts != MachineFacts()]
+    if not described:
         if not evidence.versions:
             return unknown(key, "run", question, "its machines did not say what they are")
         table = Rows(("program", "version"), tuple(sorted(evidence.versions.items())))
         source = "The versions are those of the newest checkpoint."
         return Finding(key, "run", question, f"{_listed(evidence.versions)}.", "good", (source,), (table,))
-    hardware, programs = _kinds(known, _hardware), _kinds(known, lambda facts: _versions(facts.versions))
-    count, answer = evidence.machines_of(lease.node for lease in known)
+    hardware, programs = _kinds(described, _hardware), _kinds(described, lambda facts: _versions(facts.versions))
+    count, answer = evidence.machines_of(lease.node for lease in described)
     if len(hardware) == 1:
-        answer += f"{', each' if count > 1 else ''} with {_in_words(known[0].facts)}"
+        answer += f"{', each' if count > 1 else ''} with {_in_words(described[0].facts)}"
     else:
         answer += f" of {len(hardware)} kinds"
-    names = [name for name in _PROGRAMS if any(name in lease.facts.versions for lease in known)]
-    different = [name for name in names if len({lease.facts.versions.get(name, "none") for lease in known}) > 1]
+    names = [name for name in _PROGRAMS if any(name in lease.facts.versions for lease in described)]
+    different = [name for name in names if len({lease.facts.versions.get(name, "none") for lease in described}) > 1]
     if different:
         answer += f". They have different versions of {' and '.join(different)}, so losses may differ in a repetition."
-        versions = Rows(("machine", *names), tuple((who, *_versions_of(what, names)) for what, who in programs.items()))
+        versions = Rows(
+            ("machine", *names), tuple((who, *_versions_of(installed, names)) for installed, who in programs.items())
+        )
     else:
-        answer += f"; {_listed(known[0].facts.versions)}."
+        answer += f"; {_listed(described[0].facts.versions)}."
         versions = Rows(("program", "version"), next(iter(programs)))
     return Finding(
         key, "run", question, answer, "note" if different else "good",
         ("Each machine says what it is when it joins. Cores are those that the run could use.",),
-        (Rows(_HARDWARE_HEADS, tuple((who, *what) for what, who in hardware.items())), versions),
+        (Rows(_HARDWARE_HEADS, tuple((who, *hardware_cells) for hardware_cells, who in hardware.items())), versions),
         {"machines": float(count)},
     )  # fmt: skip
 
@@ -64,12 +66,12 @@ def _kinds(leases: Sequence[Lease], kind_of: Callable[[MachineFacts], Any]) -> d
     kinds: dict[Any, dict[str, None]] = {}
     for lease in leases:
         kinds.setdefault(kind_of(lease.facts), {})[lease.hostname] = None
-    return {kind: _some(list(names)) for kind, names in kinds.items()}
+    return {kind: _first_names(list(names)) for kind, names in kinds.items()}
 
 
-def _some(names: Sequence[str]) -> str:
-    more = len(names) - _MAX_NAMES
-    return ", ".join(names[:_MAX_NAMES]) + (f" and {more} more" if more > 0 else "")
+def _first_names(names: Sequence[str]) -> str:
+    hidden = len(names) - _MAX_NAMES
+    return ", ".join(names[:_MAX_NAMES]) + (f" and {hidden} more" if hidden > 0 else "")
 
 
 def _hardware(facts: MachineFacts) -> tuple[str, ...]:
@@ -78,8 +80,8 @@ def _hardware(facts: MachineFacts) -> tuple[str, ...]:
 
 
 def _gpus(gpus: Sequence[GpuModel]) -> str:
-    models = dict.fromkeys((one.name, one.memory_bytes) for one in gpus)
-    count = {model: sum((one.name, one.memory_bytes) == model for one in gpus) for model in models}
+    models = dict.fromkeys((gpu.name, gpu.memory_bytes) for gpu in gpus)
+    count = {model: sum((gpu.name, gpu.memory_bytes) == model for gpu in gpus) for model in models}
     return ", ".join(f"{count[name, size]} x {name} ({show_bytes(size)})" for name, size in models)
 
 
@@ -92,8 +94,8 @@ def _versions(versions: Mapping[str, str]) -> tuple[tuple[str, str], ...]:
     return tuple((name, versions[name]) for name in _PROGRAMS if name in versions)
 
 
-def _versions_of(known: Sequence[tuple[str, str]], names: Sequence[str]) -> tuple[str, ...]:
-    return tuple(dict(known).get(name, "none") for name in names)
+def _versions_of(versions: Sequence[tuple[str, str]], names: Sequence[str]) -> tuple[str, ...]:
+    return tuple(dict(versions).get(name, "none") for name in names)
 
 
 def _listed(versions: Mapping[str, str]) -> str:
@@ -109,7 +111,7 @@ def reproduce(evidence: Evidence) -> Finding:
     source = evidence.source or generated_source(job)
     on_gpus = job.recipe is not None and any(lease.facts.gpus for lease in evidence.leases)
     rows = [
-        *(("--set", one) for one in source.last_overrides),
+        *(("--set", override) for override in source.last_overrides),
         ("git commit", _commit(source)),
         ("job", f"sha256 {evidence.job_digest}" if evidence.job_digest else ""),
         ("job and code", f"sha256 {evidence.code_digest}" if evidence.code_digest else ""),
@@ -150,11 +152,11 @@ def command_of(source: JobSource, pack: str = "", job: Job | None = None) -> str
     People paste it into a shell, which would run control characters: they are escaped.
     """
     packed = replace(source, overrides=(*source.overrides, f"data.pack={pack}")) if pack else source
-    parts = [["packtrain", "run", source.file], *(["--set", override] for override in packed.last_overrides)]
+    commands = [["packtrain", "run", source.file], *(["--set", override] for override in packed.last_overrides)]
     if job is not None and job.parent is not None and job.weights is None:  # otherwise the file says it
         fresh = [] if job.parent.takes == "everything" else ["--fresh"]
-        parts.append(["--from", f"{job.parent.store}/{job.parent.run}:{job.parent.step}", *fresh])
-    lines = [shlex.join(map(harmless, words)) for words in parts]
+        commands.append(["--from", f"{job.parent.store}/{job.parent.run}:{job.parent.step}", *fresh])
+    lines = [shlex.join(map(harmless, words)) for words in commands]
     line = " ".join(lines)
     return line if len(line) <= _MAX_COLUMNS else " \\\n    ".join(lines)
 
@@ -175,18 +177,18 @@ def job_text(job: Job) -> str:
     """
     full = job.model_dump(mode="json")
     short = _without_nulls(job.model_dump(mode="json", exclude_defaults=True))
-    known: Mapping[str, Any] = full if job.recipe is not None else {}
+    defaults: Mapping[str, Any] = full if job.recipe is not None else {}
     if (recipe := built_in(job.recipe)) is not None:
-        known = expand(recipe.defaults_for(full["model"]))
-    for section, fields in known.items():
-        own = full.get(section)
-        if isinstance(fields, Mapping) and isinstance(own, Mapping):
+        defaults = expand(recipe.defaults_for(full["model"]))
+    for section, fields in defaults.items():
+        values = full.get(section)
+        if isinstance(fields, Mapping) and isinstance(values, Mapping):
             for field in fields:
-                short.setdefault(section, {}).setdefault(field, _without_nulls(own[field]))
+                short.setdefault(section, {}).setdefault(field, _without_nulls(values[field]))
     return yaml.safe_dump(short, sort_keys=False, allow_unicode=True, width=100)
 
 
 def _without_nulls(value: Any) -> Any:
     if isinstance(value, dict):
-        return {key: _without_nulls(one) for key, one in value.items() if one is not None}
-    return [_without_nulls(one) for one in value] if isinstance(value, list) else value
+        return {key: _without_nulls(entry) for key, entry in value.items() if entry is not None}
+    return [_without_nulls(entry) for entry in value] if isinstance(value, list) else value

@@ -60,14 +60,14 @@ class StatsTable(NamedTuple):
 
 def _subject(stats: PackStats) -> str:
     manifest = stats.manifest
-    parts = [
+    facts = [
         kind_of(manifest.kind).title,
-        show_bytes(sum(file.bytes for one in stats.splits for file in one.split.shards)),
+        show_bytes(sum(file.bytes for split in stats.splits for file in split.split.shards)),
     ]
     if manifest.classes:
-        parts.append(f"{show_count(len(manifest.classes))} classes")
-    parts += [f"vocabulary of {show_count(size)} tokens" for size in stats.vocabulary_sizes]
-    return ", ".join(parts)
+        facts.append(f"{show_count(len(manifest.classes))} classes")
+    facts += [f"vocabulary of {show_count(size)} tokens" for size in stats.vocabulary_sizes]
+    return ", ".join(facts)
 
 
 def _tables(stats: PackStats) -> Iterator[StatsTable]:
@@ -76,23 +76,23 @@ def _tables(stats: PackStats) -> Iterator[StatsTable]:
 
     rows = []
     for name, split in stats.manifest.splits.items():
-        left_out = [show_count(sum(one.count for one in drops.values())) for drops in (split.filtered, split.dropped)]
+        left_out = [show_count(sum(drop.count for drop in drops.values())) for drops in (split.filtered, split.dropped)]
         size = show_bytes(sum(shard.bytes for shard in split.shards))
         sources = " + ".join(map(show_count, split.sources)) if len(split.sources) > 1 else ""
         rows.append([name, show_count(split.samples), *left_out, show_count(len(split.shards)), size, sources])
     yield StatsTable("splits", ["split", "samples", "filtered", "dropped", "shards", "size", "by source"], rows)
     rows = [
-        [split.name, one.name, f"{one.minimum:,}", f"{one.median:,}", f"{one.mean:,.1f}", f"{one.percentile_95:,}",
-         f"{one.maximum:,}"]
+        [split.name, measure.name, f"{measure.minimum:,}", f"{measure.median:,}", f"{measure.mean:,.1f}", f"{measure.percentile_95:,}",
+         f"{measure.maximum:,}"]
         for split in stats.splits
-        for one in split.measures
+        for measure in split.measures
     ]  # fmt: skip
     yield StatsTable("lengths and sizes", ["split", "", "min", "median", "mean", "95 %", "max"], rows)
     rows = [
-        [one.name, word, show_count(drops.count), share(one.split, drops.count), reason, ", ".join(drops.names)]
-        for one in stats.splits
-        if "@" not in one.name  # a copy in another size lacks the samples that its original lacks
-        for word, reasons in (("filtered", one.split.filtered), ("dropped", one.split.dropped))
+        [split.name, word, show_count(drops.count), share(split.split, drops.count), reason, ", ".join(drops.names)]
+        for split in stats.splits
+        if "@" not in split.name  # a copy in another size lacks the samples that its original lacks
+        for word, reasons in (("filtered", split.split.filtered), ("dropped", split.split.dropped))
         for reason, drops in sorted(reasons.items(), key=lambda item: -item[1].count)
     ]
     yield StatsTable("left out", ["split", "", "count", "share", "reason", "examples"], rows)
@@ -103,9 +103,9 @@ def _balance(classes: Sequence[Bar]) -> str:
     return f"{show_count(len(classes))}, {ends}"
 
 
-def _ends(classes: Sequence[Bar], most: int) -> tuple[Sequence[Bar], Sequence[Bar]]:
+def _ends(classes: Sequence[Bar], limit: int) -> tuple[Sequence[Bar], Sequence[Bar]]:
     """Return the first and the last `most`; no class is in both."""
-    return classes[:most], classes[max(most, len(classes) - most) :]
+    return classes[:limit], classes[max(limit, len(classes) - limit) :]
 
 
 def print_stats(console: Console, stats: PackStats) -> None:
@@ -120,7 +120,7 @@ def print_stats(console: Console, stats: PackStats) -> None:
         if split.classes and "@" not in split.name:
             first, last = _ends(split.classes, _CLASSES_IN_TERMINAL)
             rows = [
-                [one.name, show_count(one.count), f"{one.count / split.split.samples:.1%}"] for one in (*first, *last)
+                [bar.name, show_count(bar.count), f"{bar.count / split.split.samples:.1%}"] for bar in (*first, *last)
             ]
             hidden = len(split.classes) - len(rows)
             if hidden:
@@ -144,7 +144,9 @@ def sample_page(stats: PackStats, columns: ColumnsOf, vocabularies: Sequence[Voc
     body = [f'<h1>{_name(stats.manifest.name)}</h1><p class="dim">{_name(_subject(stats))}</p>']
     body += [f"<h3>{table.title.capitalize()}</h3>{_html(table)}" for table in _tables(stats) if table.rows]
     kind = kind_of(stats.manifest.kind)
-    for split in (one for one in stats.splits if "@" not in one.name):  # a copy in another size has the same samples
+    for split in (
+        shown_split for shown_split in stats.splits if "@" not in shown_split.name
+    ):  # a copy in another size has the same samples
         chosen = list(_chosen(split, columns, TEXTS if kind.heads else PICTURES))
         shown = (kind.shown(shard, row, stats.manifest.classes, vocabularies) for shard, row in chosen)
         if kind.heads:
@@ -180,48 +182,48 @@ def _html(table: StatsTable) -> str:
 
 def _charts(split: SplitStats) -> str:
     charts = [
-        bar_chart(f"{one.name}: median {one.median:,}, 95 % at most {one.percentile_95:,}", one.bins)
-        for one in split.measures
-        if one.maximum > one.minimum
+        bar_chart(f"{measure.name}: median {measure.median:,}, 95 % at most {measure.percentile_95:,}", measure.bins)
+        for measure in split.measures
+        if measure.maximum > measure.minimum
     ]
     if split.classes:
-        parts = _ends(split.classes, _CLASSES_IN_PAGE)
-        for title, part in zip(("largest", "smallest"), parts, strict=True):
-            some = f"{title} {len(part)} of " if len(split.classes) > _CLASSES_IN_PAGE else ""
-            charts.append(bar_chart(f"classes: {some}{_balance(split.classes)}", part, split.classes[0].count))
+        ends = _ends(split.classes, _CLASSES_IN_PAGE)
+        for title, bars in zip(("largest", "smallest"), ends, strict=True):
+            head = f"{title} {len(bars)} of " if len(split.classes) > _CLASSES_IN_PAGE else ""
+            charts.append(bar_chart(f"classes: {head}{_balance(split.classes)}", bars, split.classes[0].count))
     return f'<div class="charts">{"".join(charts)}</div>'
 
 
-def bar_chart(title: str, bars: Sequence[Bar], most: int | None = None) -> str:
+def bar_chart(title: str, bars: Sequence[Bar], limit: int | None = None) -> str:
     """Draw a horizontal bar for each count, on a scale up to `most`; return an empty string for no bars."""
     if not bars:
         return ""
-    scale = (WIDTH - _NAMES_WIDTH - _COUNT_WIDTH) / max(1, most or max(bar.count for bar in bars))
-    parts = [f'<svg viewBox="0 0 {WIDTH} {len(bars) * _ROW_HEIGHT}" role="img" aria-label="{escape(title)}">']
+    scale = (WIDTH - _NAMES_WIDTH - _COUNT_WIDTH) / max(1, limit or max(bar.count for bar in bars))
+    elements = [f'<svg viewBox="0 0 {WIDTH} {len(bars) * _ROW_HEIGHT}" role="img" aria-label="{escape(title)}">']
     for number, bar in enumerate(bars):
         y, width = number * _ROW_HEIGHT, round(bar.count * scale, 1)
         short = bar.name if len(bar.name) <= _NAME_LENGTH else f"{bar.name[: _NAME_LENGTH - 3]}..."
-        parts.append(
+        elements.append(
             f"<g><title>{_name(bar.name)}: {show_count(bar.count)}</title>"
             f'<text class="name" x="{_NAMES_WIDTH - 8}" y="{y + 12}" text-anchor="end">{_name(short)}</text>'
             f'<rect class="bar" x="{_NAMES_WIDTH}" y="{y + 2}" width="{width}" height="{_ROW_HEIGHT - 4}"/>'
             f'<text class="tick" x="{_NAMES_WIDTH + width + 6}" y="{y + 12}">{show_count(bar.count)}</text></g>'
         )
-    return f"<figure><figcaption>{escape(title)}</figcaption>{''.join(parts)}</svg></figure>"
+    return f"<figure><figcaption>{escape(title)}</figcaption>{''.join(elements)}</svg></figure>"
 
 
-def _chosen(split: SplitStats, columns: ColumnsOf, most: int) -> Iterator[tuple[Columns, int]]:
+def _chosen(split: SplitStats, columns: ColumnsOf, count: int) -> Iterator[tuple[Columns, int]]:
     """Yield the shard and row of samples from all parts of a split."""
-    numbers = evenly(split.split.samples, most)
+    numbers = evenly(split.split.samples, count)
     before = 0
     for shard in columns(split.name):
         yield from ((shard, number - before) for number in numbers if before <= number < before + len(shard))
         before += len(shard)
 
 
-def evenly(total: int, most: int) -> list[int]:
+def evenly(total: int, count: int) -> list[int]:
     """Return at most `most` of the numbers below `total`, as far apart as possible, with both ends."""
-    return sorted({round(place) for place in np.linspace(0, total - 1, min(total, most)).tolist()})
+    return sorted({round(place) for place in np.linspace(0, total - 1, min(total, count)).tolist()})
 
 
 def _row(sample: ShownSample) -> str:

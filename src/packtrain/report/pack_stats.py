@@ -61,16 +61,16 @@ def stats_of(manifest: Manifest, columns: ColumnsOf, vocabulary_sizes: Sequence[
     splits = []
     numbers_of = kind_of(manifest.kind).measures()
     for name, split in manifest.splits.items():
-        counts: dict[str, Counter[int]] = {what: Counter() for what in numbers_of}
+        counts: dict[str, Counter[int]] = {title: Counter() for title in numbers_of}
         labels: Counter[int] = Counter()
         for shard in columns(name):  # one pass for all numbers: a pack may be larger than memory
-            for what, numbers in numbers_of.items():
-                count(numbers(shard), counts[what])
+            for title, numbers in numbers_of.items():
+                count(numbers(shard), counts[title])
             if manifest.classes:
                 count(shard.plain["label"], labels)
-        measures = tuple(measure(what, found) for what, found in counts.items() if found)
-        classes = [Bar(one, labels[number]) for number, one in enumerate(manifest.classes)]
-        splits.append(SplitStats(name, split, measures, tuple(sorted(classes, key=lambda one: -one.count))))
+        measures = tuple(measure(title, counter) for title, counter in counts.items() if counter)
+        classes = [Bar(label, labels[number]) for number, label in enumerate(manifest.classes)]
+        splits.append(SplitStats(name, split, measures, tuple(sorted(classes, key=lambda bar: -bar.count))))
     return PackStats(manifest, tuple(vocabulary_sizes), tuple(splits))
 
 
@@ -85,7 +85,7 @@ def measure(name: str, counted: Counter[int]) -> Measure:
     counts = np.array([counted[value] for value in values.tolist()], np.int64)
     ends = np.cumsum(counts)
     # A percentile is the smallest number that at least this share of the samples does not exceed.
-    median, high, top = (int(values[np.searchsorted(ends, part * ends[-1] - 1e-9)]) for part in (0.5, 0.95, 0.99))
+    median, high, top = (int(values[np.searchsorted(ends, share * ends[-1] - 1e-9)]) for share in (0.5, 0.95, 0.99))
     mean = float((values * counts).sum() / ends[-1])
     return Measure(name, int(values[0]), median, mean, high, int(values[-1]), _bins(values, counts, top))
 

@@ -63,7 +63,7 @@ def wide(rows: str) -> str:
 
 def html_table(heads: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
     """Return a table; cells are HTML already, heads are text."""
-    head = "".join(f"<th>{escape(one)}</th>" for one in heads)
+    head = "".join(f"<th>{escape(head_text)}</th>" for head_text in heads)
     # Short values stay on one line: a number that is apart from its unit is hard to read.
     lines = ["".join(f"<td{' class=value' if len(cell) <= _SHORT else ''}>{cell}</td>" for cell in row) for row in rows]
     return wide(f"<tr>{head}</tr>{''.join(f'<tr>{line}</tr>' for line in lines)}")
@@ -97,23 +97,24 @@ def line_chart(
     `marks` are named places on the x axis, drawn as dashed lines.
     """
     finite = [
-        replace(one, points=[(x, y) for x, y in one.points if math.isfinite(x) and math.isfinite(y)]) for one in series
+        replace(line, points=[(x, y) for x, y in line.points if math.isfinite(x) and math.isfinite(y)])
+        for line in series
     ]
-    drawn = [one for one in finite if one.points]  # a run that has just started has no evaluations
+    drawn = [line for line in finite if line.points]  # a run that has just started has no evaluations
     if not drawn:
         return ""
-    colored = [replace(one, color=place if one.color is None else one.color) for place, one in enumerate(drawn)]
+    colored = [replace(line, color=place if line.color is None else line.color) for place, line in enumerate(drawn)]
     lines = [
-        replace(one, points=thinned(one.points, MAX_POINTS)) for one in colored
+        replace(line, points=thinned(line.points, MAX_POINTS)) for line in colored
     ]  # a page of a million steps stays small
-    scale = Scale.around([point for one in lines for point in one.points])
-    parts = [*_axes(scale, x_label), *(_mark(scale, x, name) for x, name in marks if scale.left <= x <= scale.right)]
-    parts += [_line(scale, one, x_label) for one in lines]
-    svg = f'<svg viewBox="0 0 {WIDTH} {HEIGHT}" role="img" aria-label="{escape(title)}">{"".join(parts)}</svg>'
+    scale = Scale.around([point for line in lines for point in line.points])
+    elements = [*_axes(scale, x_label), *(_mark(scale, x, name) for x, name in marks if scale.left <= x <= scale.right)]
+    elements += [_line(scale, line, x_label) for line in lines]
+    svg = f'<svg viewBox="0 0 {WIDTH} {HEIGHT}" role="img" aria-label="{escape(title)}">{"".join(elements)}</svg>'
     legend = "".join(
-        f'<span class="key s{one.color}">{escape(one.name)} <b>{_number(value)}</b></span>'
-        for one in colored
-        for value in [one.points[-1][1] if one.value is None else one.value]
+        f'<span class="key s{line.color}">{escape(line.name)} <b>{_number(value)}</b></span>'
+        for line in colored
+        for value in [line.points[-1][1] if line.value is None else line.value]
     )
     return f"<figure><figcaption>{escape(title)} {legend}</figcaption>{svg}</figure>"
 
@@ -162,16 +163,16 @@ def _mark(scale: Scale, x_mark: float, name: str) -> str:
     )
 
 
-def _line(scale: Scale, one: Series, x_label: str) -> str:
-    places = [(scale.across(x), scale.down(y)) for x, y in one.points]
+def _line(scale: Scale, series: Series, x_label: str) -> str:
+    places = [(scale.across(x), scale.down(y)) for x, y in series.points]
     line = " ".join(f"{across},{down}" for across, down in places)
     dots = [
-        f'<circle class="dot s{one.color}" cx="{across}" cy="{down}" r="3">'
+        f'<circle class="dot s{series.color}" cx="{across}" cy="{down}" r="3">'
         f"<title>{escape(x_label)} {x:,g}: {_number(y)}</title></circle>"
-        for (across, down), (x, y) in zip(places, one.points, strict=True)
-        if one.marked
+        for (across, down), (x, y) in zip(places, series.points, strict=True)
+        if series.marked
     ]
-    return f'<polyline class="line s{one.color}" points="{line}"/>{"".join(dots)}'
+    return f'<polyline class="line s{series.color}" points="{line}"/>{"".join(dots)}'
 
 
 def _number(value: float) -> str:

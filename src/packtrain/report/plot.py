@@ -47,7 +47,7 @@ class Plot:
 
     def svg(self) -> str:
         """Return the picture as a document of its own."""
-        names = [f"{harmless(one.name)} {_last(one):.4g}" for one in self.series]
+        names = [f"{harmless(line.name)} {_last(line):.4g}" for line in self.series]
         key_width = 32 + _CHARACTER_WIDTH * max(map(len, names))
         across = max(1, int(WIDTH // key_width))
         top = 22 + _KEY_HEIGHT * -(-len(self.series) // across)
@@ -103,7 +103,7 @@ def _drawn(picture: ElementTree.Element) -> bytes:
             if kind == "g":  # moved down by its only attribute, `translate(0,54)`
                 draw_all(element, top + float(element.attrib["transform"].rpartition(",")[2].rstrip(")")))
             elif kind == "line":
-                grid = tuple(round(255 - _GRID_OPACITY * (255 - part)) for part in color_of(element))
+                grid = tuple(round(255 - _GRID_OPACITY * (255 - level)) for level in color_of(element))
                 ends = (place["x1"], place["y1"] + top, place["x2"], place["y2"] + top)
                 draw.line([end * scale for end in ends], grid, scale)
             elif kind == "polyline":
@@ -139,8 +139,8 @@ def plot_of(
     """
     if x not in ("step", "epoch", "hours"):
         raise Mistake(f"plot(x={x!r}): unknown axis; {nearest(str(x), ('step', 'epoch', 'hours'))}")
-    known = {name for one in points.values() for name in names_of(one)}
-    chosen = [column for name in names for column in _matching(name, known)]
+    names_measured = {name for points_of_run in points.values() for name in names_of(points_of_run)}
+    chosen = [column for name in names for column in _matching(name, names_measured)]
     series = []
     for run, its in points.items():
         for column in dict.fromkeys(chosen):
@@ -158,15 +158,15 @@ def names_of(points: Sequence[Point]) -> set[str]:
     return {point.column(name) for point in points if point.kind != "start" for name in point.values}
 
 
-def _matching(name: str, known: set[str]) -> list[str]:
-    if not known:
+def _matching(name: str, measured: set[str]) -> list[str]:
+    if not measured:
         raise Mistake(f"plot({name!r}): nothing was measured yet")
-    found = [one for one in (name, f"train.{name}", f"valid.{name}") if one in known]
-    if not found:
-        plain = {one for one in known if not one.endswith("_seconds")}
-        hint = nearest(name, plain | {one.partition(".")[2] for one in plain})
+    columns = [column for column in (name, f"train.{name}", f"valid.{name}") if column in measured]
+    if not columns:
+        plain = {column for column in measured if not column.endswith("_seconds")}
+        hint = nearest(name, plain | {column.partition(".")[2] for column in plain})
         raise Mistake(f"plot({name!r}): not measured; {hint}")
-    return found
+    return columns
 
 
 def _last(series: Series) -> float:

@@ -89,7 +89,10 @@ def render(evidence: Evidence, findings: Sequence[Finding], pictures: Mapping[st
         f'<p class="dim">{escape(summary.description)}</p>',
         *([f'<p class="dim">Started from {escape(parent.identified)}.</p>'] if parent is not None else []),
         _figures(summary),
-        *(f'<p class="dim">{escape(name)}: <code>{escape(one)}</code></p>' for name, one in summary.signatures.items()),
+        *(
+            f'<p class="dim">{escape(name)}: <code>{escape(signature)}</code></p>'
+            for name, signature in summary.signatures.items()
+        ),
         _tally(findings),
         "</header><main>",
         *(_topic(topic, title, findings) for topic, title in TOPICS.items()),
@@ -148,16 +151,16 @@ def _tally(findings: Sequence[Finding]) -> str:
 
 
 def _topic(topic: Topic, title: str, findings: Sequence[Finding]) -> str:
-    own = "".join(_finding(finding) for finding in findings if finding.topic == topic)
-    return f"<h2>{title}</h2>{own}" if own else ""
+    details = "".join(_finding(finding) for finding in findings if finding.topic == topic)
+    return f"<h2>{title}</h2>{details}" if details else ""
 
 
 def _finding(finding: Finding) -> str:
     facts = "".join(f"<li>{escape(fact)}</li>" for fact in finding.evidence)
-    charts = "".join(_figure(one) for one in finding.figures if isinstance(one, Chart))
-    others = "".join(_figure(one) for one in finding.figures if not isinstance(one, Chart))
+    charts = "".join(_figure(figure) for figure in finding.figures if isinstance(figure, Chart))
+    tables = "".join(_figure(figure) for figure in finding.figures if not isinstance(figure, Chart))
     body = (
-        (f"<ul>{facts}</ul>" if facts else "") + (f'<div class="charts">{charts}</div>' if charts else "") + others
+        (f"<ul>{facts}</ul>" if facts else "") + (f'<div class="charts">{charts}</div>' if charts else "") + tables
     ) or '<p class="dim">There is nothing more to show.</p>'
     return (
         f'<details id="{escape(finding.key)}"><summary>'
@@ -181,12 +184,12 @@ def _figure(figure: Figure) -> str:
 
 def _bar(shares: Shares) -> str:
     spans = {span.label: span for span in SPANS.values()}
-    whole = sum(seconds for _, seconds in shares.parts)
+    total = sum(seconds for _, seconds in shares.parts)
     bars, keys = [], []
     for label, seconds in shares.parts:
         span = spans.get(label, SPANS["other"])
-        text = escape(f"{label} {seconds / whole:.1%}")
-        style = f"width:{100 * seconds / whole:.2f}%;opacity:{span.opacity:.2f}"
+        text = escape(f"{label} {seconds / total:.1%}")
+        style = f"width:{100 * seconds / total:.2f}%;opacity:{span.opacity:.2f}"
         bars.append(f'<span class="{span.color}" style="{style}" title="{text}"></span>')
         keys.append(
             f'<span class="key {span.color}" style="--fade:{span.opacity:.2f}"><span class=label>{text}</span></span>'
@@ -197,7 +200,7 @@ def _bar(shares: Shares) -> str:
 
 
 def _table(rows: Rows) -> str:
-    return html_table(rows.heads, [[escape(one) for one in row] for row in rows.rows])
+    return html_table(rows.heads, [[escape(cell) for cell in row] for row in rows.rows])
 
 
 # Curves, samples, events.
@@ -209,10 +212,12 @@ def _curves(evidence: Evidence) -> str:
     measures = sorted(
         {name for point in valid for name in point.values if name != "loss" and not name.endswith("_seconds")}
     )
-    restarts = tuple((float(one.step), "restart") for one in evidence.generations[1:])[-8:]
+    restarts = tuple((float(generation.step), "restart") for generation in evidence.generations[1:])[-8:]
     losses = [training_loss(evidence), Series("validation", values_of(valid, "loss"), True)]
     speeds = [
-        (float(one.step), one.values.get(unit, 0.0) / step_seconds(one)) for one in steps if step_seconds(one) > 0
+        (float(point.step), point.values.get(unit, 0.0) / step_seconds(point))
+        for point in steps
+        if step_seconds(point) > 0
     ]
     charts = [
         line_chart("loss", losses, marks=restarts),
@@ -238,9 +243,9 @@ def _samples(samples: Sequence[Sample], pictures: Mapping[str, bytes]) -> str:
         return ""
     confused = confusions(samples)
     intro = "Words that differ from the reference are underlined."
-    if any(one.attention for one in samples):
+    if any(sample.attention for sample in samples):
         intro = "For each word, the picture is bright where the model looked when it wrote the word."
-    elif any(one.picture for one in samples):
+    elif any(sample.picture for sample in samples):
         intro = "Pictures that were taken for another class come first, with how sure the model was."
     return (
         f'<h2>Samples</h2><p class="dim">{intro}</p>'
@@ -251,10 +256,10 @@ def _samples(samples: Sequence[Sample], pictures: Mapping[str, bytes]) -> str:
 
 def _events(events: Sequence[Event]) -> str:
     rows = "".join(
-        f'<tr class="{"warning" if one.display == "warning" else ""}">'
-        f"<td class=time>{time.strftime('%Y-%m-%d %H:%M:%S', time.gmtime(one.time))}</td>"
-        f"<td>{escape(one.kind)}</td><td>{cut(one.text)}</td></tr>"
-        for one in events[-_MAX_EVENTS:]
+        f'<tr class="{"warning" if event.display == "warning" else ""}">'
+        f"<td class=time>{time.strftime('%Y-%m-%d %H:%M:%S', time.gmtime(event.time))}</td>"
+        f"<td>{escape(event.kind)}</td><td>{cut(event.text)}</td></tr>"
+        for event in events[-_MAX_EVENTS:]
     )
     if not rows:
         return ""

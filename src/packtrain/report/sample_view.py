@@ -44,7 +44,7 @@ def confusions(samples: Sequence[Sample]) -> Rows | None:
     )
     if not wrong:
         return None
-    rows = tuple((is_, said, str(count)) for (is_, said), count in wrong.most_common(_CONFUSIONS))
+    rows = tuple((is_, predicted, str(count)) for (is_, predicted), count in wrong.most_common(_CONFUSIONS))
     return Rows(("is", "model said", "times"), rows)
 
 
@@ -52,17 +52,19 @@ def samples_html(samples: Sequence[Sample], pictures: Mapping[str, bytes]) -> st
     """Show the samples: as pictures if there are any. `pictures` are JPEG files by their digests."""
     shown = samples[:MAX_SAMPLES]
     styles = []
-    for number, one in enumerate(shown):
-        data = pictures.get(one.picture or "")
+    for number, sample in enumerate(shown):
+        data = pictures.get(sample.picture or "")
         if data is not None:
             # In a style, so that a picture that is shown once for every word is in the page once.
             source = base64.b64encode(data).decode()
             styles.append(f".p{number} {{ background-image: url(data:image/jpeg;base64,{source}); {_shape(data)} }}")
-    if not any(one.picture for one in shown):
+    if not any(sample.picture for sample in shown):
         return _texts(shown)
-    looked = [one for one in shown if one.attention]
-    parts = [_caption(number, one) if looked else _classified(number, one) for number, one in enumerate(shown)]
-    body = "".join(parts) if looked else f'<div class="sheet">{"".join(parts)}</div>'
+    captioned = [sample for sample in shown if sample.attention]
+    shown_samples = [
+        _caption(number, sample) if captioned else _classified(number, sample) for number, sample in enumerate(shown)
+    ]
+    body = "".join(shown_samples) if captioned else f'<div class="sheet">{"".join(shown_samples)}</div>'
     return f"<style>{''.join(styles)}</style>{body}"
 
 
@@ -97,41 +99,41 @@ def _marked(prediction: str, reference: str) -> str:
     """Underline the words that the reference does not have there."""
     if max(len(prediction), len(reference)) > _TEXT_LENGTH:  # comparing takes the square of the length
         return cut(prediction)
-    said, meant = prediction.split(), reference.split()
-    parts = []
-    for kind, start, end, _, _ in SequenceMatcher(None, said, meant, autojunk=False).get_opcodes():
-        words = escape(" ".join(said[start:end]))
+    predicted, meant = prediction.split(), reference.split()
+    marked = []
+    for kind, start, end, _, _ in SequenceMatcher(None, predicted, meant, autojunk=False).get_opcodes():
+        words = escape(" ".join(predicted[start:end]))
         if words:
-            parts.append(words if kind == "equal" else f'<span class="other">{words}</span>')
-    return " ".join(parts)
+            marked.append(words if kind == "equal" else f'<span class="other">{words}</span>')
+    return " ".join(marked)
 
 
-def _classified(number: int, one: Sample) -> str:
-    sure = f" ({one.confidence:.0%})" if one.confidence is not None else ""
-    right = one.reference == one.prediction
-    said = f"{cut(one.prediction)}{sure}"
-    caption = f'<span class="said">{said}</span>' if right else f'<span class="said other">{said}</span>'
-    truth = "" if right else f'<span class="truth">is {cut(one.reference)}</span>'
-    label = escape(f"{one.reference}, taken for {one.prediction}" if not right else one.reference)
+def _classified(number: int, sample: Sample) -> str:
+    sure = f" ({sample.confidence:.0%})" if sample.confidence is not None else ""
+    right = sample.reference == sample.prediction
+    prediction = f"{cut(sample.prediction)}{sure}"
+    caption = f'<span class="said">{prediction}</span>' if right else f'<span class="said other">{prediction}</span>'
+    truth = "" if right else f'<span class="truth">is {cut(sample.reference)}</span>'
+    label = escape(f"{sample.reference}, taken for {sample.prediction}" if not right else sample.reference)
     return (
         f'<figure><span class="picture p{number}" role="img" aria-label="{label}"></span>'
         f'<figcaption dir="auto">{caption}{truth}</figcaption></figure>'
     )
 
 
-def _caption(number: int, one: Sample) -> str:
+def _caption(number: int, sample: Sample) -> str:
     looks = []
-    for word, grid in zip(one.words, one.attention, strict=False):
+    for word, grid in zip(sample.words, sample.attention, strict=False):
         label = escape(f"where the model looked for {word}")
         looks.append(
             f'<figure><span class="picture p{number}" role="img" aria-label="{label}">'
-            f'<img alt="" src="data:image/png;base64,{_veil(grid, one.attention_shape)}"></span>'
+            f'<img alt="" src="data:image/png;base64,{_veil(grid, sample.attention_shape)}"></span>'
             f'<figcaption dir="auto">{cut(word)}</figcaption></figure>'
         )
-    said, meant = cut(one.prediction), cut(one.reference)
+    predicted, meant = cut(sample.prediction), cut(sample.reference)
     return (
-        f'<div class="caption"><span class="picture p{number}" role="img" aria-label="{said}"></span>'
-        f'<div><p class="said" dir="auto">{said}</p><p class="dim" dir="auto">{meant}</p>'
+        f'<div class="caption"><span class="picture p{number}" role="img" aria-label="{predicted}"></span>'
+        f'<div><p class="said" dir="auto">{predicted}</p><p class="dim" dir="auto">{meant}</p>'
         f'<div class="looks">{"".join(looks)}</div></div></div>'
     )
 
@@ -142,8 +144,8 @@ def _veil(grid: str, shape: tuple[int, int] | None) -> str:
 
     cells = base64.b64decode(grid)
     assert shape is not None  # a sample with attention has one, and every grid has that size
-    most = max(*cells, 1)
-    pixels = bytes(byte for cell in cells for byte in (0, _VEIL - _VEIL * cell // most))
+    brightest = max(*cells, 1)
+    pixels = bytes(byte for cell in cells for byte in (0, _VEIL - _VEIL * cell // brightest))
     out = io.BytesIO()
     Image.frombytes("LA", (shape[1], shape[0]), pixels).save(out, "PNG")
     return base64.b64encode(out.getvalue()).decode()

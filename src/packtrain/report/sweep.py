@@ -106,15 +106,15 @@ def sweep_table(store: Store, name: str) -> SweepTable:
 def _row(
     plan: SweepPlan, settled: Sequence[RungResult], trial: Trial, run: Run | None, state: State | PacktrainError | None
 ) -> SweepRow:
-    lost = next((number for number, one in enumerate(settled, 1) if trial.number not in one.survivors), None)
+    lost = next((number for number, rung in enumerate(settled, 1) if trial.number not in rung.survivors), None)
     early = lost is not None and state != "failed"
     if run is None or state is None:
         standing = "not started" if lost is None else f"dropped at rung {lost}"
         return SweepRow(trial.number, trial.run, "waiting", standing, trial.values, None, 0, early)
-    found = state if isinstance(state, PacktrainError) else attempt(lambda: _progress(run, plan))
-    if isinstance(found, PacktrainError) or isinstance(state, PacktrainError):
-        return SweepRow(trial.number, trial.run, "?", str(found), trial.values, None, 0, early)
-    score, loss, step, paused = found
+    reached = state if isinstance(state, PacktrainError) else attempt(lambda: _progress(run, plan))
+    if isinstance(reached, PacktrainError) or isinstance(state, PacktrainError):
+        return SweepRow(trial.number, trial.run, "?", str(reached), trial.values, None, 0, early)
+    score, loss, step, paused = reached
     standing = f"stopped early at rung {lost}" if early else "paused at its rung" if paused else state
     value, samples = (None, None) if score is None else (score.value, score.samples)
     return SweepRow(
@@ -151,11 +151,11 @@ def rungs_in_words(plan: SweepPlan) -> str:
     count = len(plan.trials)
     if not plan.rungs:
         return f"{counted(count, 'run')} to the end"
-    parts = [f"{counted(count, 'run')} train {Duration(plan.rungs[0].at, plan.unit)}"]
+    sentences = [f"{counted(count, 'run')} train {Duration(plan.rungs[0].at, plan.unit)}"]
     for rung, after in zip(plan.rungs, [*plan.rungs[1:], None], strict=True):
         until = "to the end" if after is None else f"until {Duration(after.at, plan.unit)}"
-        parts.append(f"the best {rung.keep if rung.keep > 1 else 'one'} {until}")
-    return ", ".join(parts)
+        sentences.append(f"the best {rung.keep if rung.keep > 1 else 'one'} {until}")
+    return ", ".join(sentences)
 
 
 def as_json(table: SweepTable) -> dict[str, object]:
@@ -209,8 +209,8 @@ def sweep_page(table: SweepTable) -> str:
     best = table.best
     lines = [f"<h1>{escape(table.name)}</h1>", f'<p class="dim">{escape(table.job)}: {escape(table.rungs)}.</p>']
     if best is not None:
-        name, comma, rest = _best_in_words(table, best).partition(",")
-        lines.append(f"<p>Best so far: <b>{escape(name)}</b>{comma}{escape(rest)}</p>")
+        name, comma, values = _best_in_words(table, best).partition(",")
+        lines.append(f"<p>Best so far: <b>{escape(name)}</b>{comma}{escape(values)}</p>")
     lines.append(parallel_coordinates(table))
     rows = [
         [
@@ -277,7 +277,7 @@ def parallel_coordinates(table: SweepTable) -> str:
         )
     every = [*axes, score_axis]
     across = [_LEFT + number * (_WIDTH - _LEFT - _RIGHT) / max(1, len(every) - 1) for number in range(len(every))]
-    parts = [f'<svg viewBox="0 0 {_WIDTH} {_HEIGHT}" role="img" aria-label="values and scores of all runs">']
+    elements = [f'<svg viewBox="0 0 {_WIDTH} {_HEIGHT}" role="img" aria-label="values and scores of all runs">']
     best = table.best
     for row in reversed(scored):  # the best one last, on top of the others
         values = [*(row.values.get(name, "-") for name in table.parameters), texts[row.run]]
@@ -286,13 +286,13 @@ def parallel_coordinates(table: SweepTable) -> str:
         kind = "best" if best is not None and row.run == best.run else "early" if row.stopped_early else ""
         hue = 25 + 190 * places[-1]
         title = ", ".join(f"{name} {value}" for name, value in row.values.items())
-        parts.append(
+        elements.append(
             f'<polyline class="run {kind}" stroke="hsl({hue:.0f} 75% 50%)" points="{line}">'
             f"<title>{escape(row.run)}: {escape(title)}; {escape(table.measure)} {texts[row.run]}</title></polyline>"
         )
     for x, axis in zip(across, every, strict=True):
-        parts.append(_drawn_axis(x, axis))
-    return f'<figure class="plot"><figcaption>one line per run</figcaption>{"".join(parts)}</svg></figure>'
+        elements.append(_drawn_axis(x, axis))
+    return f'<figure class="plot"><figcaption>one line per run</figcaption>{"".join(elements)}</svg></figure>'
 
 
 def _down(place: float) -> float:
@@ -302,11 +302,13 @@ def _down(place: float) -> float:
 def _drawn_axis(x: float, axis: CoordinateAxis) -> str:
     anchor = "start" if x <= _LEFT else "middle"  # the name of the first one would not fit to its left
     name = axis.name if len(axis.name) <= 2 * _MAX_TEXT else f"...{axis.name[-2 * _MAX_TEXT + 3 :]}"
-    parts = [
+    elements = [
         f'<line class="axis" x1="{x:.1f}" x2="{x:.1f}" y1="{_TOP}" y2="{_HEIGHT - _BOTTOM}"/>',
         f'<text class="name" x="{x:.1f}" y="{_TOP - 16}" text-anchor="{anchor}">{escape(name)}</text>',
     ]
     for place, text in axis.ticks:
         short = text if len(text) <= _MAX_TEXT else f"{text[: _MAX_TEXT - 3]}..."
-        parts.append(f'<text class="tick axis-text" x="{x + 6:.1f}" y="{_down(place) + 4:.1f}">{escape(short)}</text>')
-    return "".join(parts)
+        elements.append(
+            f'<text class="tick axis-text" x="{x + 6:.1f}" y="{_down(place) + 4:.1f}">{escape(short)}</text>'
+        )
+    return "".join(elements)

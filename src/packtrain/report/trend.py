@@ -42,9 +42,9 @@ def trend(points: Sequence[tuple[float, float]]) -> Trend | None:
     if not spread:
         return None
     slope = math.fsum((x - x_mean) * (y - y_mean) for x, y in points) / spread
-    left = math.fsum((y - y_mean - slope * (x - x_mean)) ** 2 for x, y in points)
+    residue = math.fsum((y - y_mean - slope * (x - x_mean)) ** 2 for x, y in points)
     freedom = len(points) - 2
-    return Trend(slope, student_95(freedom) * math.sqrt(left / freedom / spread), len(points), x_mean, y_mean)
+    return Trend(slope, student_95(freedom) * math.sqrt(residue / freedom / spread), len(points), x_mean, y_mean)
 
 
 def student_95(freedom: int) -> float:
@@ -73,5 +73,5 @@ def percentile(ordered: Sequence[float], share: float) -> float:
 def bucketed(points: Sequence[tuple[float, float]], count: int) -> list[tuple[float, float]]:
     """Return the mean x and the median y of at most `count` equal runs of neighbors."""
     count = min(count, len(points))
-    parts = [points[number * len(points) // count : (number + 1) * len(points) // count] for number in range(count)]
-    return [(fmean(x for x, _ in part), median(y for _, y in part)) for part in parts]
+    buckets = [points[number * len(points) // count : (number + 1) * len(points) // count] for number in range(count)]
+    return [(fmean(x for x, _ in bucket), median(y for _, y in bucket)) for bucket in buckets]
