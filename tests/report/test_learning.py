@@ -54,7 +54,7 @@ def test_the_next_doubling_brings_what_the_last_one_brought_if_gains_do_not_shri
     found = gains(points, line)
     assert found is not None
     assert found.expected == pytest.approx(found.end - 0.5, abs=0.01)
-    assert found.most == pytest.approx(found.end - 0.5, abs=0.01)
+    assert found.at_best == pytest.approx(found.end - 0.5, abs=0.01)
 
 
 def test_gains_that_halve_are_expected_to_halve_again() -> None:
@@ -63,7 +63,7 @@ def test_gains_that_halve_are_expected_to_halve_again() -> None:
     assert line is not None
     found = gains(points, line)
     assert found is not None
-    assert (found.start, found.end, found.expected, found.most) == pytest.approx((4.0, 2.0, 1.0, 0.0))
+    assert (found.start, found.end, found.expected, found.at_best) == pytest.approx((4.0, 2.0, 1.0, 0.0))
 
 
 def test_evaluations_that_do_not_reach_back_say_nothing_about_shrinking() -> None:

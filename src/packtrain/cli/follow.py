@@ -137,7 +137,7 @@ def check_launched(run: Run, seconds: float = WATCH_SECONDS) -> None:
 def _is_over(run: Run) -> bool:
     """True if no machine works on the run, and none is expected to."""
     state = state_now(run)
-    return state == "interrupted" or (state not in ("running", "waiting") and all(one.left for one in run.leases()))
+    return state == "interrupted" or (state not in ("running", "waiting") and all(lease.left for lease in run.leases()))
 
 
 @dataclass(frozen=True)
@@ -148,16 +148,16 @@ class Shortage:
     none_left: bool = False
 
 
-def shortage(alive: int, wanted: Machines, machines: Sequence[Machine] | None, resume: str) -> Shortage | None:
+def shortage(alive: int, machine_count: Machines, machines: Sequence[Machine] | None, resume: str) -> Shortage | None:
     """Return None if enough machines are alive. `machines` is what the fleet sees; None if it could not say.
 
     `resume` is the command for when no machine is left.
     """
-    if alive >= wanted.least:
+    if alive >= machine_count.least:
         return None
     if alive or machines is None or not all(machine.is_over for machine in machines):
         states = states_of(machines or ())
-        text = f"waiting for {wanted.least - alive} of {wanted.least} machines"
+        text = f"waiting for {machine_count.least - alive} of {machine_count.least} machines"
         return Shortage(f"{text}: {states}" if states else text)
     ended = f" ({states_of(machines)})" if machines else ""
     return Shortage(f"no machine is left{ended}; run `{resume}` to continue", none_left=True)
@@ -184,20 +184,20 @@ class MachineWatch:
         return self._none_left_times >= _NONE_LEFT_ANSWERS
 
     def look(self) -> Shortage | None:
-        now = self._clock()
-        if now - self._looked >= LEASE_SECONDS:
-            self._looked = now
-            self._leases.observe(self._run.leases(), now)
-        alive = self._leases.count_alive(now)
-        wanted = self._run.job.fleet.kind.machines
-        if alive >= wanted.least:  # the fleet is asked only while machines are missing: asking takes connections
-            self._asked, self._shortage, self._none_left_times = now, None, 0
+        moment = self._clock()
+        if moment - self._looked >= LEASE_SECONDS:
+            self._looked = moment
+            self._leases.observe(self._run.leases(), moment)
+        alive = self._leases.count_alive(moment)
+        machine_count = self._run.job.fleet.kind.machines
+        if alive >= machine_count.least:  # the fleet is asked only while machines are missing: asking takes connections
+            self._asked, self._shortage, self._none_left_times = moment, None, 0
         elif self.asking is not None and self.asking.is_done:
-            self.asking, self._asked = None, now
-            self._shortage = shortage(alive, wanted, self._machines, self._run.command("resume"))
+            self.asking, self._asked = None, moment
+            self._shortage = shortage(alive, machine_count, self._machines, self._run.command("resume"))
             is_none_left = self._shortage is not None and self._shortage.none_left
             self._none_left_times = self._none_left_times + 1 if is_none_left else 0
-        elif self.asking is None and now - self._asked >= self._ask_seconds:
+        elif self.asking is None and moment - self._asked >= self._ask_seconds:
             self.asking = Task(self._ask, "machines")  # in a thread: a host may take long to answer
         return self._shortage
 
@@ -289,21 +289,21 @@ class Follower:
     def _has_died(self) -> bool:
         """True if the nodes of this client are gone. One that found another client's node in its place is not counted:
         that node does its work, and the store shows it."""
-        own = [node for node in self._nodes if node.exit_code() != EXIT_ALREADY_JOINED]
-        if len(own) < len(self._nodes):
+        nodes = [node for node in self._nodes if node.exit_code() != EXIT_ALREADY_JOINED]
+        if len(nodes) < len(self._nodes):
             self._print("machine", "dim", f"{self._run.name} already has its node here; another client has started it")
-        self._nodes = own
-        return bool(own) and all(node.exit_code() is not None for node in own)
+        self._nodes = nodes
+        return bool(nodes) and all(node.exit_code() is not None for node in nodes)
 
     def _check_machines(self) -> None:
-        found = self._machines.look()
+        missing = self._machines.look()
         # Look again: a result may have been written since, and machines leave right after it.
-        if self._machines.is_hopeless and found is not None and self._run.result() is None:
-            raise NotFinished(f"{self._run.name}: {found.text}")
-        if found != self._shortage:
-            self._shortage = found
-            if found is not None:
-                self._print("machines", "yellow", found.text)
+        if self._machines.is_hopeless and missing is not None and self._run.result() is None:
+            raise NotFinished(f"{self._run.name}: {missing.text}")
+        if missing != self._shortage:
+            self._shortage = missing
+            if missing is not None:
+                self._print("machines", "yellow", missing.text)
 
     def read(self) -> None:
         """Print the events and evaluations since the last call in their order, and note the steps."""
@@ -349,8 +349,8 @@ class Follower:
         seconds = generation.seconds_left if generation else None
         self._deadline = None if seconds is None else event.time + seconds
 
-    def _print(self, kind: str, style: str, *parts: Part) -> None:
-        self._screen.say_row(f"{kind:>10}", style, *parts)
+    def _print(self, kind: str, style: str, *texts: Part) -> None:
+        self._screen.say_row(f"{kind:>10}", style, *texts)
 
     def line(self) -> str:
         """Return the live line: a shortage of machines, the progress of training, or `starting`."""
@@ -374,7 +374,7 @@ def progress_line(job: Job, steps: Sequence[Point], budget_left: float | None = 
     last, unit = steps[-1], job.train.batch.unit
     goal, seconds = goal_step(job, last), seconds_to_goal(job, steps)
     losses = recent_losses(steps)
-    parts = {
+    texts = {
         "bar": ""
         if width is None
         else _bar(progress(job, steps) or 0.0, _BAR_WIDTH if width >= 100 else _BAR_WIDTH // 2),
@@ -387,13 +387,13 @@ def progress_line(job: Job, steps: Sequence[Point], budget_left: float | None = 
     }
     is_tight = budget_left is not None and seconds is not None and budget_left < seconds
     order = ("step", "loss", "left", *(["budget"] if is_tight else []), "speed", "bar", "budget", "rate")
-    kept: set[str] = set()
+    shown: set[str] = set()
     for name in order:
-        wanted = [parts[one] for one in parts if parts[one] and one in {*kept, name}]
-        if width is not None and len("  ".join(wanted)) > width:
+        fitting = [texts[key] for key in texts if texts[key] and key in {*shown, name}]
+        if width is not None and len("  ".join(fitting)) > width:
             break
-        kept.add(name)
-    return "  ".join(text for name, text in parts.items() if text and name in kept)
+        shown.add(name)
+    return "  ".join(text for name, text in texts.items() if text and name in shown)
 
 
 def _bar(share: float, width: int) -> str:
@@ -405,12 +405,12 @@ def scores_in_words(point: Point) -> tuple[Part, ...]:
     """Return an evaluation as `step 500  loss 2.271 (800 samples)  bleu 20.301  chrf 50.128 (100 samples)`."""
     names = [name for name in point.values if not name.endswith("_seconds")]
     counts = [point.counts.get(name) for name in names]
-    parts: list[Part] = [f"step {point.step:,}"]
+    words: list[Part] = [f"step {point.step:,}"]
     for name, count, following in zip(names, counts, [*counts, None][1:], strict=True):
-        parts += [f"  {name} ", (f"{point.values[name]:.3f}", "bold")]
+        words += [f"  {name} ", (f"{point.values[name]:.3f}", "bold")]
         if count != following:  # once for neighbors of the same samples
-            parts.append((of_samples("", count), "dim"))
-    return tuple(parts)
+            words.append((of_samples("", count), "dim"))
+    return tuple(words)
 
 
 class StepLines:
@@ -451,7 +451,7 @@ def logged_line(steps: Sequence[Point], budget_left: float | None = None, evalua
         ends.append(f"{show_speed(speed)} steps/s")
     if budget_left is not None:
         ends.append(f"budget {show_seconds(max(0.0, budget_left))}")
-    end = "".join(f"  {part}" for part in ends)
+    end = "".join(f"  {text}" for text in ends)
     for name, value in latest.items():
         shown = harmless(f"  {name} {show_score(value)}")
         if name.rpartition("/")[2] not in ("step", "epoch") and len(first) + len(shown) + len(end) <= _LINE_WIDTH:
@@ -501,8 +501,8 @@ def print_summary(screen: Screen, run: Run, summary: Status, events: Sequence[Ev
     if run.store.exists(run.key("report.html")):
         rows.append(("report", report_url(run)))
     width = min(_LABEL_WIDTH, max(len(label) for label, *_ in rows))
-    for label, *parts in rows:
-        screen.say_row(f"{label:<{width}}", "dim", *parts)
+    for label, *texts in rows:
+        screen.say_row(f"{label:<{width}}", "dim", *texts)
 
 
 def _score_rows(summary: Status) -> Iterator[tuple[str, *tuple[Part, ...]]]:
@@ -533,20 +533,20 @@ def _score_rows(summary: Status) -> Iterator[tuple[str, *tuple[Part, ...]]]:
         yield "", f"and {len(shown) - _SHOWN_SCORES} more; see the report"
 
 
-def _about_rows(found: About) -> Iterator[tuple[str, str]]:
-    by = f" by {found.started_by}" if found.started_by else ""
-    if found.overrides:
-        yield "set", harmless("; ".join(found.overrides))
-    yield "started" if by else "created", f"{show_time(found.created)}{by}"
-    if found.tags:
-        yield "tags", " ".join(found.tags)
-    if found.note:
-        yield "note", found.note
+def _about_rows(facts: About) -> Iterator[tuple[str, str]]:
+    by = f" by {facts.started_by}" if facts.started_by else ""
+    if facts.overrides:
+        yield "set", harmless("; ".join(facts.overrides))
+    yield "started" if by else "created", f"{show_time(facts.created)}{by}"
+    if facts.tags:
+        yield "tags", " ".join(facts.tags)
+    if facts.note:
+        yield "note", facts.note
 
 
 def _time_line(times: Goodput) -> str:
     """Return the share of useful time and the three largest overheads: `87% training; startup 8%, ...`."""
-    overhead = {name: part / times.seconds for name, part in times.parts.items() if name not in COMPUTING}
+    overhead = {name: seconds / times.seconds for name, seconds in times.parts.items() if name not in COMPUTING}
     largest = sorted(overhead, key=lambda name: -overhead[name])[:3]
     shares = ", ".join(f"{LABELS[name]} {overhead[name]:.0%}" for name in largest if overhead[name] >= 0.005)
     return f"{times.fraction:.0%} training" + (f"; {shares}" if shares else "")

@@ -152,7 +152,7 @@ class Table:
 
     def means(self, names: Sequence[str], points: int) -> tuple[Rows, dict[str, Numbers]]:
         """Return the last row of each of at most that many parts, and the means in it; a gap counts as 0."""
-        starts, counts = _parts(self.rows, points)
+        starts, counts = _equal_ranges(self.rows, points)
         sums_by_name = {}
         for name in names:
             column = self.columns[name]
@@ -165,13 +165,13 @@ class Table:
         return starts + counts - 1, sums_by_name
 
 
-def _parts(rows: int, most: int) -> tuple[Rows, Rows]:
+def _equal_ranges(rows: int, limit: int) -> tuple[Rows, Rows]:
     """Return the start of each of at most that many parts of rows, and its size.
 
     It is the same power of two for all but the last, so that complete parts stay the same as rows are added.
     """
     size = 1
-    while rows > most * size:
+    while rows > limit * size:
         size *= 2
     starts = np.arange(0, rows, size)
     return starts, np.diff(np.append(starts, rows))
@@ -222,7 +222,7 @@ class UseOverTime:
 
     def thinned(self, points: int) -> tuple[Numbers, Numbers]:
         """Return the last time of each of at most that many parts, and the means in it; a gap counts as 0."""
-        starts, counts = _parts(len(self.times), points)
+        starts, counts = _equal_ranges(len(self.times), points)
         sums = np.add.reduceat(np.nan_to_num(self.means), starts, 0, np.float64)
         return self.times[starts + counts - 1], sums / counts[:, None]
 
@@ -239,24 +239,24 @@ def extremes(rows: Rows, values: Floats, begin: int, end: int, points: int) -> R
 
     A part without a finite number keeps one row, so that it is seen to be missing.
     """
-    parts = max(1, (points - 2) // 2)
-    part = (rows - begin) * parts // max(1, end - begin)
+    ranges = max(1, (points - 2) // 2)
+    range_of_row = (rows - begin) * ranges // max(1, end - begin)
     finite = np.isfinite(values)
-    order = np.lexsort((values[finite], part[finite]))
-    sorted_part, sorted_rows = part[finite][order], rows[finite][order]
+    order = np.lexsort((values[finite], range_of_row[finite]))
+    sorted_part, sorted_rows = range_of_row[finite][order], rows[finite][order]
     edge = np.flatnonzero(np.diff(sorted_part)) + 1
     lows = sorted_rows[np.append(0, edge)] if len(sorted_rows) else sorted_rows
     highs = sorted_rows[np.append(edge - 1, len(sorted_rows) - 1)] if len(sorted_rows) else sorted_rows
-    known, first = np.unique(part, return_index=True)
-    empty = rows[first[~np.isin(known, sorted_part)]]
+    present, first = np.unique(range_of_row, return_index=True)
+    empty = rows[first[~np.isin(present, sorted_part)]]
     return np.unique(np.concatenate([lows, highs, empty, rows[:1], rows[-1:]]))
 
 
-def thinned(points: Sequence[tuple[float, float]], most: int) -> list[tuple[float, float]]:
+def thinned(points: Sequence[tuple[float, float]], limit: int) -> list[tuple[float, float]]:
     """Return at most about that many of the points of a line, as `Table.thinned` chooses them."""
-    if len(points) <= most:
+    if len(points) <= limit:
         return list(points)
-    rows = extremes(np.arange(len(points)), np.array([y for _, y in points]), 0, len(points), most)
+    rows = extremes(np.arange(len(points)), np.array([y for _, y in points]), 0, len(points), limit)
     return [points[row] for row in rows.tolist()]
 
 

@@ -131,8 +131,8 @@ class RunFollower:
 
     def _take_points(self, key: str, data: bytes) -> None:
         source = self._source(key)
-        for part in parts_of(data, source):
-            self.history.add(part, key, source)
+        for line in parts_of(data, source):
+            self.history.add(line, key, source)
 
     def _take_events(self, key: str, data: bytes) -> None:
         events = decode_many(Event, lines_of(data), self._source(key))

@@ -190,7 +190,7 @@ def progress(job: Job, steps: Sequence[Point]) -> float | None:
         return None
     if not steps:
         return 0.0
-    share = _done(job, steps[-1]) / job.train.duration.value
+    share = _reached(job, steps[-1]) / job.train.duration.value
     return min(1.0, max(0.0, share)) if math.isfinite(share) else None
 
 
@@ -200,13 +200,13 @@ def seconds_to_goal(job: Job, steps: Sequence[Point]) -> float | None:
         return None
     first, last, goal = steps[0], steps[-1], job.train.duration
     if goal.unit == "seconds":
-        return max(0.0, goal.value - _done(job, last))
-    covered = _done(job, last) - _done(job, first)
+        return max(0.0, goal.value - _reached(job, last))
+    covered = _reached(job, last) - _reached(job, first)
     seconds = last.values["elapsed_seconds"] - first.values["elapsed_seconds"]
-    return max(0.0, (goal.value - _done(job, last)) * seconds / covered) if covered > 0 else None
+    return max(0.0, (goal.value - _reached(job, last)) * seconds / covered) if covered > 0 else None
 
 
-def _done(job: Job, step: Point) -> float:
+def _reached(job: Job, step: Point) -> float:
     """Return how far a recipe is at a step, in the unit of its duration."""
     unit = job.train.duration.unit
     return float(step.step) if unit == "steps" else step.values["epoch" if unit == "epochs" else "elapsed_seconds"]
@@ -223,36 +223,36 @@ class RecentPoints:
 
     def __init__(self, step_kind: str) -> None:
         self._step_kind = step_kind
-        self._parts: dict[str, list[tuple[tuple[int, float], PointBlock | Point, str]]] = {}  # by kind, oldest first
+        self._lines: dict[str, list[tuple[tuple[int, float], PointBlock | Point, str]]] = {}  # by kind, oldest first
         self._points: list[Point] | None = []
 
-    def add(self, part: PointBlock | Point, source: str = "") -> None:
-        """Add what a chunk has; `source` names it in an error."""
-        names = part.values if isinstance(part, Point) else part.names
+    def add(self, line: PointBlock | Point, source: str = "") -> None:
+        """Add a line of a chunk; `source` names the chunk in an error."""
+        names = line.values if isinstance(line, Point) else line.names
         row_bytes = 8 * (2 + len(names))
         # The last rows are enough, and thousands of runs may be listed. What is damaged is told when it is looked at.
-        if isinstance(part, PointBlock) and part.rows > RECENT_STEPS and len(part.numbers) == part.rows * row_bytes:
-            part = replace(part, rows=RECENT_STEPS, numbers=part.numbers[-RECENT_STEPS * row_bytes :])
-        kind: str = part.kind
+        if isinstance(line, PointBlock) and line.rows > RECENT_STEPS and len(line.numbers) == line.rows * row_bytes:
+            line = replace(line, rows=RECENT_STEPS, numbers=line.numbers[-RECENT_STEPS * row_bytes :])
+        kind: str = line.kind
         if kind == "log" and all(map(evaluates, names)):
             kind = "logged evaluation"
-        parts = self._parts.setdefault(kind, [])
-        insort(parts, ((part.generation, _first_step(part)), part, source), key=itemgetter(0))
+        lines = self._lines.setdefault(kind, [])
+        insort(lines, ((line.generation, _first_step(line)), line, source), key=itemgetter(0))
         if kind != "start":  # every start may void points that come later
-            limit = RECENT_STEPS if kind == self._step_kind else _RECENT_EVALUATIONS
-            while sum(_rows_of(later) for _, later, _ in parts[1:]) >= limit:
-                del parts[0]
+            limit = _RECENT_EVALUATIONS if kind in ("valid", "test") else RECENT_STEPS
+            while sum(_rows_of(later) for _, later, _ in lines[1:]) >= limit:
+                del lines[0]
         self._points = None
 
     @property
     def points(self) -> list[Point]:
         """All of them, in the order of training."""
         if self._points is None:
-            parts = [part for parts in self._parts.values() for part in parts]
             self._points = surviving(
                 point
-                for _, part, source in parts
-                for point in ([part] if isinstance(part, Point) else part.points(source, RECENT_STEPS))
+                for lines in self._lines.values()
+                for _, line, source in lines
+                for point in ([line] if isinstance(line, Point) else line.points(source, RECENT_STEPS))
             )
         return self._points
 
@@ -267,12 +267,12 @@ class RecentPoints:
         return [point for point in self.steps if point.generation == newest]
 
 
-def _first_step(part: PointBlock | Point) -> float:
-    return part.step if isinstance(part, Point) else float(np.frombuffer(part.numbers[:8].ljust(8), "<f8")[0])
+def _first_step(line: PointBlock | Point) -> float:
+    return line.step if isinstance(line, Point) else float(np.frombuffer(line.numbers[:8].ljust(8), "<f8")[0])
 
 
-def _rows_of(part: PointBlock | Point) -> int:
-    return 1 if isinstance(part, Point) else part.rows
+def _rows_of(line: PointBlock | Point) -> int:
+    return 1 if isinstance(line, Point) else line.rows
 
 
 class LossCurve:
@@ -282,19 +282,19 @@ class LossCurve:
         self._step_kind = step_kind
         self._table, self._starts = Table(), dict[int, int]()
 
-    def add(self, part: PointBlock | Point, source: str = "") -> None:
-        """Add what a chunk has; `source` names it in an error."""
-        if part.kind == "start" and isinstance(part, Point):
-            self._starts[part.generation] = part.step
-        name = loss_name(part.values if isinstance(part, Point) else part.names)
-        if part.kind != self._step_kind or name is None:
+    def add(self, line: PointBlock | Point, source: str = "") -> None:
+        """Add a line of a chunk; `source` names the chunk in an error."""
+        if line.kind == "start" and isinstance(line, Point):
+            self._starts[line.generation] = line.step
+        name = loss_name(line.values if isinstance(line, Point) else line.names)
+        if line.kind != self._step_kind or name is None:
             return
-        if isinstance(part, Point):
-            steps, losses = np.array([float(part.step)]), np.array([part.values[name]])
+        if isinstance(line, Point):
+            steps, losses = np.array([float(line.step)]), np.array([line.values[name]])
         else:
-            numbers = part.matrix(source)
-            steps, losses = numbers[:, 0], numbers[:, part.names.index(name) + 2]
-        self._table.append({"step": steps, "generation": np.full(len(steps), float(part.generation)), "loss": losses})
+            numbers = line.matrix(source)
+            steps, losses = numbers[:, 0], numbers[:, line.names.index(name) + 2]
+        self._table.append({"step": steps, "generation": np.full(len(steps), float(line.generation)), "loss": losses})
 
     def losses(self, points: int) -> list[float | None]:
         """Return at most about that many losses, evenly spaced: lowest and highest of each part of the run."""
@@ -342,21 +342,21 @@ class History:
     def num_bytes(self) -> int:
         return sum(table.num_bytes for table in (*self.tables.values(), self.lost))
 
-    def add(self, part: PointBlock | Point, key: str, source: str) -> None:
-        """Add what the chunk of that key has, which errors call `source`; `settle` when there is no more."""
-        if isinstance(part, PointBlock):
-            self._wait((part.kind, part.generation, part.names), part.matrix(source))
-        elif part.kind == "start":
+    def add(self, line: PointBlock | Point, key: str, source: str) -> None:
+        """Add a line of the chunk of that key, which errors call `source`; `settle` when there is no more."""
+        if isinstance(line, PointBlock):
+            self._wait((line.kind, line.generation, line.names), line.matrix(source))
+        elif line.kind == "start":
             self.settle()
-            self._start(part.generation, part.step)
+            self._start(line.generation, line.step)
         else:
-            values = dict(part.values)
-            if part.samples:
+            values = dict(line.values)
+            if line.samples:
                 values[SAMPLED] = float(len(self.sample_chunks))
                 self.sample_chunks.append(key)
-            row = np.array([[part.step, part.time, *values.values()]], np.float64)
-            self._wait((part.kind, part.generation, tuple(values)), row)
-        self.recent.add(part, source)
+            row = np.array([[line.step, line.time, *values.values()]], np.float64)
+            self._wait((line.kind, line.generation, tuple(values)), row)
+        self.recent.add(line, source)
 
     def settle(self) -> None:
         """Add the rows that wait."""

@@ -53,4 +53,6 @@ STEP_SPANS = tuple(name for name in RECORDED if SPANS[name].place == "step")
 BETWEEN_STEPS = tuple(span.name for span in _TABLE if span.place == "between")
 """Spans that the record of a step includes, because they came before it, but that are not part of it."""
 COMPUTING = tuple(span.name for span in _TABLE if span.makes_steps)
+ON_DEVICE = tuple(span.name for span in _TABLE if span.makes_steps and span.is_work)
+"""What more workers divide among them."""
 RANK_WORK = tuple(name for name in STEP_SPANS if SPANS[name].is_work)

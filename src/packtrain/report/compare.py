@@ -21,7 +21,7 @@ from packtrain.observe.columns import thinned
 from packtrain.observe.goodput import Goodput
 from packtrain.observe.history import surviving
 from packtrain.observe.measure import Score, score_title
-from packtrain.observe.spans import LABELS, STEP_SPANS
+from packtrain.observe.spans import LABELS, ON_DEVICE, STEP_SPANS
 from packtrain.observe.status import status_in_full
 from packtrain.recipes import RECIPES, recipe_class
 from packtrain.report.page import MAX_POINTS
@@ -32,8 +32,6 @@ from packtrain.units import counted
 
 MAX_RUNS = 10
 """Letters and colors that a reader can still tell apart."""
-COMPUTE = ("forward", "backward", "optimizer")
-"""The spans that more workers divide among them."""
 _MIN_STEPS = 4  # to speak about the speed of a run
 _MIN_EVALUATIONS = 4  # to remove a trend and still see a spread
 _NEAR_END = 1 / 3  # of the evaluations
@@ -428,7 +426,7 @@ def _scaling(speed: SpeedUp, factor: float, base: ComparedRun, peer: ComparedRun
     """Say what the number of workers explains, and what it does not."""
     workers = f"{counted(peer.workers, 'worker')} instead of {base.workers}"
     first, second = (
-        sum(getattr(term, side) for term in speed.terms if term.span in COMPUTE) for side in ("base", "other")
+        sum(getattr(term, side) for term in speed.terms if term.span in ON_DEVICE) for side in ("base", "other")
     )
     computing = (
         f"computing itself is {first / second:.2f} times as fast" if first and second else "computing is unknown"

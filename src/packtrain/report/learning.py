@@ -120,7 +120,7 @@ class Gains:
     expected: float | None
 
     @property
-    def most(self) -> float:
+    def at_best(self) -> float:
         """The value after another doubling that brings as much as the last one."""
         return 2 * self.end - self.start
 
@@ -156,7 +156,7 @@ def _twice(evidence: Evidence, score: Progression) -> str:
         return ""
     seconds = evidence.status.seconds
     time = f" and another {show_seconds(seconds)}" if seconds else ""
-    best = f"{max(0.0, doubling.most):.3g}"
+    best = f"{max(0.0, doubling.at_best):.3g}"
     about = best if doubling.expected is None else f"{doubling.expected:.3g}"
     return (
         f"The last doubling brought it from {doubling.start:.3g} to {doubling.end:.3g}; the next ({2 * step:,.0f} steps"
@@ -310,44 +310,52 @@ def stability(evidence: Evidence) -> Finding | None:
     key, question = "stability", "Was training stable?"
     if evidence.job.recipe is None:
         return None
-    steps, losses = evidence.steps, values_of(evidence.steps, "loss")
-    broken = next(
-        (point for point in evidence.raw if point.kind == "train" and not math.isfinite(point.values["loss"])), None
-    )
-    ended = next((generation for generation in reversed(evidence.generations) if generation.cause == "number"), None)
-    chart = Chart("gradient norm", (Series("norm", values_of(steps, "gradient_norm")),))
-    if broken is not None or ended is not None or "not finite" in evidence.status.reason:
-        why = evidence.status.reason if "not finite" in evidence.status.reason else ended.reason if ended else ""
-        where = f"at step {broken.step:,}" if broken is not None else f"({why})" if why else ""
-        return Finding(key, "model", question, f"No: the loss stopped being a number {where}.", "bad", (), (chart,))
+    norms = Chart("gradient norm", (Series("norm", values_of(evidence.steps, "gradient_norm")),))
+    if (where := _where_it_broke(evidence)) is not None:
+        return Finding(key, "model", question, f"No: the loss stopped being a number {where}.", "bad", (), (norms,))
+    losses = values_of(evidence.steps, "loss")
     if len(losses) < _MIN_STEPS:
         return unknown(key, "model", question, f"{counted(len(losses), 'step')}, and at least {_MIN_STEPS} are needed")
-    buckets = bucketed(losses, _BUCKETS)
-    at, (low_step, low) = min(enumerate(buckets), key=lambda item: item[1][1])
-    rise, learned = buckets[-1][1] - low, buckets[0][1] - low
-    noise = noise_of([value for _, value in buckets])
-    spikes = _spikes(losses)
-    facts = _stability_facts(evidence, steps, spikes)
+    buckets, spikes = bucketed(losses, _BUCKETS), _spikes(losses)
+    lowest = min(value for _, value in buckets)
+    verdict: Verdict
+    if (divergence := _divergence(buckets)) is not None:
+        answer, verdict = f"No, it diverged: {divergence}. Lower the rate, or clip gradients.", "bad"
+    elif len(spikes) > max(3, len(losses) // 200):
+        answer, verdict = f"Mostly: the loss came down, with {counted(len(spikes), 'spike')}.", "note"
+    elif buckets[0][1] > lowest:
+        answer, verdict = "Yes: the loss came down without lasting jumps.", "good"
+    else:
+        answer, verdict = "Yes: the loss did not jump, but it did not come down either.", "note"
     loss_chart = Chart("loss", (training_loss(evidence),), marks=tuple((step, "spike") for step in spikes[:8]))
-    numbers = {"spikes": float(len(spikes)), "rise_from_lowest": rise}
-    if rise > 6 * noise and rise > max(0.5 * learned, 0.3 * abs(low)):
-        first = next(step for step, value in buckets[at:] if value - low > rise / 4)
-        return Finding(
-            key, "model", question,
-            f"No, it diverged: training loss was {low:.3g} at step {low_step:,.0f}, rose from about step {first:,.0f},"
-            f" and ended at {buckets[-1][1]:.3g}. Lower the rate, or clip gradients.",
-            "bad", facts, (loss_chart, chart), numbers,
-        )  # fmt: skip
-    many = len(spikes) > max(3, len(losses) // 200)
-    answer = (
-        f"Mostly: the loss came down, with {counted(len(spikes), 'spike')}."
-        if many
-        else "Yes: the loss came down without lasting jumps."
-        if learned > 0
-        else "Yes: the loss did not jump, but it did not come down either."
-    )
     return Finding(
-        key, "model", question, answer, "note" if many or learned <= 0 else "good", facts, (loss_chart, chart), numbers
+        key, "model", question, answer, verdict, _stability_facts(evidence, evidence.steps, spikes),
+        (loss_chart, norms), {"spikes": float(len(spikes)), "rise_from_lowest": buckets[-1][1] - lowest},
+    )  # fmt: skip
+
+
+def _where_it_broke(evidence: Evidence) -> str | None:
+    """Say where or why the loss stopped being a number; None if it did not."""
+    reason = evidence.status.reason
+    for point in evidence.raw:
+        if point.kind == "train" and not math.isfinite(point.values["loss"]):
+            return f"at step {point.step:,}"
+    if "not finite" in reason:
+        return f"({reason})"
+    causes = [generation.reason for generation in evidence.generations if generation.cause == "number"]
+    return None if not causes else f"({causes[-1]})" if causes[-1] else ""
+
+
+def _divergence(buckets: Sequence[tuple[float, float]]) -> str | None:
+    """Say how the loss rose if it lost at least half of what it had gained, beyond noise; None if it did not."""
+    place, (low_step, low) = min(enumerate(buckets), key=lambda item: item[1][1])
+    rise, learned = buckets[-1][1] - low, buckets[0][1] - low
+    if rise <= 6 * noise_of([value for _, value in buckets]) or rise <= max(0.5 * learned, 0.3 * abs(low)):
+        return None
+    first = next(step for step, value in buckets[place:] if value - low > rise / 4)
+    return (
+        f"training loss was {low:.3g} at step {low_step:,.0f}, rose from about step {first:,.0f}, and ended at"
+        f" {buckets[-1][1]:.3g}"
     )
 
 

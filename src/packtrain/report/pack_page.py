@@ -82,8 +82,8 @@ def _tables(stats: PackStats) -> Iterator[StatsTable]:
         rows.append([name, show_count(split.samples), *left_out, show_count(len(split.shards)), size, sources])
     yield StatsTable("splits", ["split", "samples", "filtered", "dropped", "shards", "size", "by source"], rows)
     rows = [
-        [split.name, measure.name, f"{measure.minimum:,}", f"{measure.median:,}", f"{measure.mean:,.1f}", f"{measure.percentile_95:,}",
-         f"{measure.maximum:,}"]
+        [split.name, measure.name, f"{measure.minimum:,}", f"{measure.median:,}", f"{measure.mean:,.1f}",
+         f"{measure.percentile_95:,}", f"{measure.maximum:,}"]
         for split in stats.splits
         for measure in split.measures
     ]  # fmt: skip

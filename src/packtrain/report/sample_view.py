@@ -38,9 +38,9 @@ _VEIL = 210  # how dark a place is that the model did not look at, of 255
 def confusions(samples: Sequence[Sample]) -> Rows | None:
     """Count which class was taken for which, most often first; None if no sample is a picture with a class."""
     wrong = Counter(
-        (one.reference, one.prediction)
-        for one in samples
-        if one.confidence is not None and one.reference != one.prediction
+        (sample.reference, sample.prediction)
+        for sample in samples
+        if sample.confidence is not None and sample.reference != sample.prediction
     )
     if not wrong:
         return None
@@ -86,10 +86,10 @@ def cut(text: str) -> str:
 
 def _texts(samples: Sequence[Sample]) -> str:
     rows = "".join(
-        f'<tr><td class="text" dir="auto">{cut(one.input)}</td>'
-        f'<td class="text" dir="auto">{_marked(one.prediction, one.reference)}</td>'
-        f'<td class="text" dir="auto">{cut(one.reference)}</td></tr>'
-        for one in samples
+        f'<tr><td class="text" dir="auto">{cut(sample.input)}</td>'
+        f'<td class="text" dir="auto">{_marked(sample.prediction, sample.reference)}</td>'
+        f'<td class="text" dir="auto">{cut(sample.reference)}</td></tr>'
+        for sample in samples
     )
     heads = "<tr><th>input</th><th>prediction</th><th>reference</th></tr>"
     return wide(heads + rows) if rows else ""

@@ -9,7 +9,7 @@ from statistics import fmean, median
 
 from packtrain.observe.evidence import Evidence, seconds_of, shares, values_of
 from packtrain.observe.history import step_seconds, throughput
-from packtrain.observe.spans import COMPUTING, LABELS, RANK_WORK, STEP_SPANS
+from packtrain.observe.spans import COMPUTING, LABELS, ON_DEVICE, RANK_WORK, STEP_SPANS
 from packtrain.report.finding import Chart, Finding, Rows, Shares, Verdict, unknown
 from packtrain.report.page import Series
 from packtrain.report.trend import percentile
@@ -52,22 +52,22 @@ def duration(evidence: Evidence) -> Finding:
             key, "speed", question, f"{show_seconds(used)}.", "good",
             ("A program does not say where its time goes; a recipe does.",), (), {"seconds": used},
         )  # fmt: skip
-    parts = [(name, times.parts[name]) for name in LABELS if times.parts.get(name)]
-    losses = [(name, value) for name, value in parts if name in _ADVICE and name not in COMPUTING]
-    lost = max(losses, key=lambda one: one[1], default=None)
+    recorded = [(name, times.parts[name]) for name in LABELS if times.parts.get(name)]
+    losses = [(name, value) for name, value in recorded if name in _ADVICE and name not in COMPUTING]
+    lost = max(losses, key=lambda loss: loss[1], default=None)
     answer = f"{show_seconds(times.seconds)}; {times.fraction:.0%} of it went into steps that counted."
     if lost is not None and lost[1] > 0.05 * times.seconds:
         share = lost[1] / times.seconds
         answer += f" The largest loss: {LABELS[lost[0]]}, {show_seconds(lost[1])} ({share:.0%}); {_ADVICE[lost[0]]}."
-    rows = tuple((LABELS[name], show_seconds(value), f"{value / times.seconds:.1%}") for name, value in parts)
+    rows = tuple((LABELS[name], show_seconds(value), f"{value / times.seconds:.1%}") for name, value in recorded)
     return Finding(
         key, "speed", question, answer, graded(times.fraction, 0.8, 0.5),
         ("Every worker's clock is a chain of marks without gaps, so the parts add up; these are the first worker's.",
          "Steps count if no restart discarded them. Communication and waiting inside of such steps count here; the"
          " other answers judge them."),
-        (Shares("where the time went", tuple((LABELS[name], value) for name, value in parts)),
+        (Shares("where the time went", tuple((LABELS[name], value) for name, value in recorded)),
          Rows(("part", "time", "share"), rows)),
-        {"seconds": times.seconds, "goodput": times.fraction, **{f"{name}_seconds": value for name, value in parts}},
+        {"seconds": times.seconds, "goodput": times.fraction, **{f"{name}_seconds": value for name, value in recorded}},
     )  # fmt: skip
 
 
@@ -78,38 +78,35 @@ def devices(evidence: Evidence) -> Finding:
     """Busy or idle, and why."""
     key, question = "devices", "Were the devices busy?"
     samples, times = evidence.training_telemetry, evidence.status.goodput
-    spans = {name: value for name, value in times.parts.items() if value > 0}
-    computing = sum(spans.get(name, 0.0) for name in ("forward", "backward", "optimizer"))
-    share = computing / times.seconds if times.seconds else None
-    gpus = [gpu.used_fraction for one in samples for gpu in one.telemetry.gpus]
-    if not samples and share is None:
+    if not samples and not times.seconds:
         return unknown(key, "speed", question, "neither telemetry nor times of workers")
-    busy = fmean(gpus) if gpus else fmean(one.telemetry.cpu_fraction for one in samples) if samples else None
+    gpus = [gpu.used_fraction for sample in samples for gpu in sample.telemetry.gpus]
     noun = "GPUs" if gpus else "processors"
-    said = (
-        f"The {noun} were {busy:.0%} busy while it trained"
-        if busy is not None
-        else f"Their use of the {noun} is not known"
-    )
-    idle = max(
-        ((name, value) for name, value in spans.items() if name in _ADVICE), key=lambda one: one[1], default=None
-    )
-    if share is not None:
-        said += f"; workers computed {share:.0%} of the whole time"
-        if idle is not None and share < 0.8:
-            said += f". The main reason for the rest: {LABELS[idle[0]]} ({idle[1] / times.seconds:.0%})"
-    crowded = not gpus and _is_crowded(samples)
-    if crowded:
-        said += ". Other programs used the processors, too: see how many cores the workers got"
-    verdict = graded(share if share is not None else busy or 0.0, 0.75, 0.5)
-    used = flops_used(evidence)
-    found = (("busy", busy), ("computing", share), ("mfu", None if used is None else used.share))
-    numbers = {name: value for name, value in found if value is not None}
-    return Finding(
-        key, "speed", question, f"{said}.", "note" if crowded and verdict == "good" else verdict,
-        (*_device_facts(evidence, samples), *([] if used is None else [used.in_words])),
-        (*_device_figures(samples), *_memory_figures(evidence)), numbers,
-    )  # fmt: skip
+    numbers: dict[str, float] = {}
+    if samples:
+        numbers["busy"] = fmean(gpus or (sample.telemetry.cpu_fraction for sample in samples))
+        answer = f"The {noun} were {numbers['busy']:.0%} busy while it trained"
+    else:
+        answer = f"Their use of the {noun} is not known"
+    if times.seconds:
+        numbers["computing"] = sum(times.parts.get(name, 0.0) for name in ON_DEVICE) / times.seconds
+        answer += f"; workers computed {numbers['computing']:.0%} of the whole time"
+        losses = {name: seconds for name, seconds in times.parts.items() if name in _ADVICE}
+        if losses and numbers["computing"] < 0.8:
+            largest = max(losses, key=lambda name: losses[name])
+            share = losses[largest] / times.seconds
+            answer += f". The main reason for the rest: {LABELS[largest]} ({share:.0%})"
+    # The clocks of the workers know better than telemetry what was useful.
+    verdict = graded(numbers.get("computing", numbers.get("busy", 0.0)), 0.75, 0.5)
+    if not gpus and _is_crowded(samples):
+        answer += ". Other programs used the processors, too: see how many cores the workers got"
+        verdict = "note" if verdict == "good" else verdict
+    facts, flops = list(_device_facts(evidence, samples)), flops_used(evidence)
+    if flops is not None:
+        numbers["mfu"] = flops.share
+        facts.append(flops.in_words)
+    figures = (*_device_figures(samples), *_memory_figures(evidence))
+    return Finding(key, "speed", question, f"{answer}.", verdict, tuple(facts), figures, numbers)
 
 
 @dataclass(frozen=True)
@@ -138,7 +135,7 @@ def flops_used(evidence: Evidence) -> FlopsUsed | None:
     from packtrain.plan.devices import gpu_named
     from packtrain.plan.workload import known_model
 
-    latest = {one.node: one.telemetry.gpus for one in evidence.training_telemetry}
+    latest = {sample.node: sample.telemetry.gpus for sample in evidence.training_telemetry}
     names = {gpu.name for gpus in latest.values() for gpu in gpus}
     device = gpu_named(names.pop()) if len(names) == 1 else None
     model = None if evidence.manifest is None else known_model(evidence.job, evidence.manifest)
@@ -156,14 +153,14 @@ def flops_used(evidence: Evidence) -> FlopsUsed | None:
 
 def _is_crowded(samples: Sequence[TelemetrySample]) -> bool:
     """True if the processors were busy while each worker got less than most of a core: others had the rest."""
-    used = [one.telemetry for one in samples if one.telemetry.workers]
-    if not used or fmean(one.cpu_fraction for one in used) < 0.9:
+    used = [sample.telemetry for sample in samples if sample.telemetry.workers]
+    if not used or fmean(telemetry.cpu_fraction for telemetry in used) < 0.9:
         return False
-    return fmean(worker.cpu_fraction for one in used for worker in one.workers) < 0.7
+    return fmean(worker.cpu_fraction for telemetry in used for worker in telemetry.workers) < 0.7
 
 
 def _device_facts(evidence: Evidence, samples: Sequence[TelemetrySample]) -> Iterable[str]:
-    gpus = [gpu for one in samples for gpu in one.telemetry.gpus]
+    gpus = [gpu for sample in samples for gpu in sample.telemetry.gpus]
     if gpus:
         yield (
             "A GPU counts as busy while any kernel runs, and kernels that wait for the network do, too: 100 % is no"
@@ -174,12 +171,12 @@ def _device_facts(evidence: Evidence, samples: Sequence[TelemetrySample]) -> Ite
             " A larger batch or micro-batch may fit." if fullest < 0.5 else ""
         )
     if samples:
-        own = fmean(sum(worker.cpu_fraction for worker in one.telemetry.workers) for one in samples)
+        cores = fmean(sum(worker.cpu_fraction for worker in sample.telemetry.workers) for sample in samples)
         yield (
-            f"Workers used {own:.1f} processor cores per machine; memory was at most"
-            f" {max(one.telemetry.memory_fraction for one in samples):.0%} full."
+            f"Workers used {cores:.1f} processor cores per machine; memory was at most"
+            f" {max(sample.telemetry.memory_fraction for sample in samples):.0%} full."
         )
-        _, machines = evidence.machines_of(one.node for one in samples)
+        _, machines = evidence.machines_of(sample.node for sample in samples)
         yield f"From {counted(len(samples), 'sample')} of telemetry on {machines}, without startup."
     else:
         yield "No telemetry was recorded while it trained: judged by the workers' clocks alone."
@@ -188,23 +185,23 @@ def _device_facts(evidence: Evidence, samples: Sequence[TelemetrySample]) -> Ite
 def _device_figures(samples: Sequence[TelemetrySample]) -> Iterable[Chart | Rows]:
     if not samples:
         return
-    begin = min(one.time for one in samples)
+    begin = min(sample.time for sample in samples)
     nodes: defaultdict[str, list[TelemetrySample]] = defaultdict(list)
-    for one in sorted(samples, key=lambda one: one.time):
-        nodes[one.node].append(one)
+    for sample in sorted(samples, key=lambda sample: sample.time):
+        nodes[sample.node].append(sample)
     rows = []
-    for node, own in list(nodes.items())[:_MAX_ROWS]:
-        gpus = [gpu.used_fraction for one in own for gpu in one.telemetry.gpus]
+    for node, node_samples in list(nodes.items())[:_MAX_ROWS]:
+        gpus = [gpu.used_fraction for sample in node_samples for gpu in sample.telemetry.gpus]
         rows.append((
             node,
-            f"{fmean(one.telemetry.cpu_fraction for one in own):.0%}",
+            f"{fmean(sample.telemetry.cpu_fraction for sample in node_samples):.0%}",
             f"{fmean(gpus):.0%}" if gpus else "none",
-            f"{max(one.telemetry.memory_fraction for one in own):.0%}",
-            f"{show_bytes(fmean(one.telemetry.sent_bytes_per_second for one in own))}/s",
+            f"{max(sample.telemetry.memory_fraction for sample in node_samples):.0%}",
+            f"{show_bytes(fmean(sample.telemetry.sent_bytes_per_second for sample in node_samples))}/s",
         ))  # fmt: skip
     used = [
-        Series(node, [((one.time - begin) / 60, 100 * _busy(one)) for one in own])
-        for node, own in list(nodes.items())[:4]
+        Series(node, [((sample.time - begin) / 60, 100 * _busy(sample)) for sample in node_samples])
+        for node, node_samples in list(nodes.items())[:4]
     ]
     yield Chart("% busy", tuple(used), "min")
     yield Rows(("machine", "processors", "GPUs", "memory, most", "sent"), tuple(rows))
@@ -213,7 +210,7 @@ def _device_figures(samples: Sequence[TelemetrySample]) -> Iterable[Chart | Rows
 def _memory_figures(evidence: Evidence) -> Iterable[Rows]:
     """Show the most memory that each worker had."""
     main: defaultdict[int, int] = defaultdict(int)
-    for use in (use for one in evidence.telemetry for use in one.telemetry.workers):
+    for use in (use for sample in evidence.telemetry for use in sample.telemetry.workers):
         main[use.rank] = max(main[use.rank], use.memory_bytes, use.peak_memory_bytes)
     on_gpu: dict[int, tuple[int, int]] = {}
     for record in evidence.spent:
@@ -222,10 +219,10 @@ def _memory_figures(evidence: Evidence) -> Iterable[Rows]:
     heads = ["worker", "main memory, most"]
     if any(map(any, on_gpu.values())):
         heads += ["GPU memory, most", "held by torch, most"]
-    known = [(rank, main[rank], *on_gpu.get(rank, (0, 0))) for rank in sorted({*main, *on_gpu})]
+    peaks = [(rank, main[rank], *on_gpu.get(rank, (0, 0))) for rank in sorted({*main, *on_gpu})]
     rows = [
         (str(rank), *(show_bytes(size) if size else "none" for size in sizes[: len(heads) - 1]))
-        for rank, *sizes in known[:_MAX_ROWS]
+        for rank, *sizes in peaks[:_MAX_ROWS]
         if any(sizes)
     ]
     if rows:
@@ -249,16 +246,16 @@ def data_loading(evidence: Evidence) -> Finding | None:
         return unknown(key, "speed", question, _few_steps(evidence))
     worst, share = max(
         ((rank, shares([spans]).get("data", 0.0)) for rank, spans in evidence.rank_seconds.items()),
-        key=lambda one: one[1],
+        key=lambda rank_share: rank_share[1],
     )
     waits = [seconds_of(point, "data") for point in evidence.steps]
     typical = median(step_seconds(point) for point in evidence.steps)
     # What is waited for in the first tenth: shards that no machine had yet.
     early = sum(waits[: len(waits) // 10]) / sum(waits) if sum(waits) else 0.0
-    each = f"{_short(fmean(waits))} of {_short(fmean(map(step_seconds, evidence.steps)))} per step"
+    typical_wait = f"{_short(fmean(waits))} of {_short(fmean(map(step_seconds, evidence.steps)))} per step"
     facts = [
         f"The wait of the slowest rank ({worst}) for its batches is {share:.1%} of its step time;"
-        f" rank 0 waited {each}.",
+        f" rank 0 waited {typical_wait}.",
         f"Loading delivered {show_speed(evidence.status.units_per_second or 0)} {evidence.status.unit}/s, at a median"
         f" step of {_short(typical)}.",
     ]
@@ -310,16 +307,16 @@ class Traffic:
 
 
 def traffic_of(evidence: Evidence) -> Traffic:
-    step, known = fmean(map(step_seconds, evidence.steps)), evidence.conditions
-    sent = sorted(one.telemetry.sent_bytes_per_second for one in evidence.training_telemetry)
+    step, conditions = fmean(map(step_seconds, evidence.steps)), evidence.conditions
+    sent = sorted(sample.telemetry.sent_bytes_per_second for sample in evidence.training_telemetry)
     few = len(sent) < 5
     gradients = evidence.forecast.gradient_bytes if evidence.forecast else _model_bytes(evidence)
     estimate = 2 * (evidence.workers - 1) / evidence.workers * gradients or None  # averaged in a ring, in 32 bits
     return Traffic(
         step,
         evidence.step_shares.get("communication", 0.0),
-        known.get("sent_bytes_per_step", estimate if evidence.job.train.exchange.syncs_every_step else None),
-        known.get("link_bytes_per_second"),
+        conditions.get("sent_bytes_per_step", estimate if evidence.job.train.exchange.syncs_every_step else None),
+        conditions.get("link_bytes_per_second"),
         None if few else fmean(sent),
         None if few else percentile(sent, 0.95),
     )
@@ -438,10 +435,10 @@ def balance(evidence: Evidence) -> Finding | None:
     ranks = evidence.rank_seconds
     if len(ranks) < 2 or len(evidence.steps) < _MIN_STEPS:
         return unknown(key, "speed", question, _few_steps(evidence) if len(ranks) > 1 else "times of one worker only")
-    own = {rank: sum(spans[span] for span in RANK_WORK) for rank, spans in ranks.items()}
-    slowest = max(own, key=lambda rank: own[rank])
-    others = [seconds for rank, seconds in own.items() if rank != slowest]
-    ratio = own[slowest] / median(others) if median(others) > 0 else 1.0
+    work = {rank: sum(spans[span] for span in RANK_WORK) for rank, spans in ranks.items()}
+    slowest = max(work, key=lambda rank: work[rank])
+    times_of_others = [seconds for rank, seconds in work.items() if rank != slowest]
+    ratio = work[slowest] / median(times_of_others) if median(times_of_others) > 0 else 1.0
     waits = {rank: shares([spans]).get("wait", 0.0) for rank, spans in ranks.items()}
     waited = fmean(share for rank, share in waits.items() if rank != slowest)
     where = _node_of(evidence, slowest)
@@ -481,11 +478,11 @@ def _node_of(evidence: Evidence, rank: int) -> str:
 
 
 def _rank_grid(ranks: Mapping[int, Mapping[str, float]]) -> Rows:
-    spans = [span for span in STEP_SPANS if any(one.get(span, 0.0) > 0 for one in ranks.values())]
+    spans = [span for span in STEP_SPANS if any(spans_of_rank.get(span, 0.0) > 0 for spans_of_rank in ranks.values())]
     rows = []
     for rank, seconds in sorted(ranks.items())[:_MAX_ROWS]:
-        part = shares([seconds])
-        rows.append((str(rank), *(f"{part.get(span, 0.0):.1%}" for span in spans)))
+        rank_shares = shares([seconds])
+        rows.append((str(rank), *(f"{rank_shares.get(span, 0.0):.1%}" for span in spans)))
     return Rows(("rank", *(LABELS[span] for span in spans)), tuple(rows))
 
 
@@ -494,16 +491,16 @@ def scaling(evidence: Evidence) -> Finding | None:
     key, question = "scaling", f"Were {evidence.workers} workers worth it?"
     if evidence.job.recipe is None or evidence.workers < 2:
         return None
-    part = evidence.step_shares
-    if not part or len(evidence.steps) < _MIN_STEPS:
+    in_step = evidence.step_shares
+    if not in_step or len(evidence.steps) < _MIN_STEPS:
         return unknown(key, "speed", question, _few_steps(evidence))
-    exchange = part.get("communication", 0.0) + part.get("wait", 0.0)
+    exchange = in_step.get("communication", 0.0) + in_step.get("wait", 0.0)
     efficiency = 1 - exchange
-    computing = 1 - exchange - part.get("data", 0.0)
-    twice = 1 / (computing / 2 + part.get("data", 0.0) / 2 + exchange)
+    computing = 1 - exchange - in_step.get("data", 0.0)
+    twice = 1 / (computing / 2 + in_step.get("data", 0.0) / 2 + exchange)
     facts = [
-        f"Communication not overlapped took {part.get('communication', 0.0):.1%} of the step time, waiting for the"
-        f" slowest {part.get('wait', 0.0):.1%}; the rest is work that one worker would have to do, too.",
+        f"Communication not overlapped took {in_step.get('communication', 0.0):.1%} of the step time, waiting for the"
+        f" slowest {in_step.get('wait', 0.0):.1%}; the rest is work that one worker would have to do, too.",
         f"Twice the workers on the same batch would make steps about {twice:.2g} times faster, if exchange takes as"
         " long as now.",
     ]
@@ -517,7 +514,7 @@ def scaling(evidence: Evidence) -> Finding | None:
         f"{evidence.workers} workers did the work of about {evidence.workers * efficiency:.1f} ({efficiency:.0%}"
         f" efficiency)."
     )
-    data = part.get("data", 0.0)
+    data = in_step.get("data", 0.0)
     if data >= 0.2:
         answer += (
             f" But {data:.0%} of a step is waiting for data: more workers bring more loaders, so they will seem to"
@@ -542,12 +539,16 @@ def _speed_ups(evidence: Evidence) -> tuple[Rows, ...]:
 
 def _by_workers(evidence: Evidence) -> dict[int, float]:
     """Return the speed that was measured with each number of workers."""
-    counts = {one.number: sum(member.workers for member in one.members) for one in evidence.generations}
+    counts = {
+        generation.number: sum(member.workers for member in generation.members) for generation in evidence.generations
+    }
     steps: defaultdict[int, list[Point]] = defaultdict(list)
     for point in evidence.raw:
         if point.kind == "train" and point.generation in counts:
             steps[counts[point.generation]].append(point)
-    speeds = {count: throughput(own, evidence.status.unit) for count, own in steps.items() if len(own) >= _MIN_STEPS}
+    speeds = {
+        count: throughput(group, evidence.status.unit) for count, group in steps.items() if len(group) >= _MIN_STEPS
+    }
     return {count: speed for count, speed in speeds.items() if speed}
 
 
@@ -571,21 +572,23 @@ def step_times(evidence: Evidence) -> Finding | None:
         reasons[explain.why(point)].append(point.values["step_seconds"] - middle)
     ordered = sorted(reasons.items(), key=lambda item: -sum(item[1]))
     lost = sum(sum(excess) for excess in reasons.values())
-    whole = sum(point.values["step_seconds"] for point in steps)
+    total = sum(point.values["step_seconds"] for point in steps)
     answer = f"{_short(middle)} in the median; 95 % take at most {_short(percentile(pure, 0.95))}."
     if slow:
         answer += (
             f" {counted(len(slow), 'interval')} of more than twice the median cost {show_seconds(lost)} together,"
             f" mostly {ordered[0][0]}."
         )
-    rows = tuple((why, show_count(len(one)), show_seconds(sum(one)), _short(max(one))) for why, one in ordered)
+    rows = tuple(
+        (why, show_count(len(excess)), show_seconds(sum(excess)), _short(max(excess))) for why, excess in ordered
+    )
     quantiles = (("min", 0.0), ("5 %", 0.05), ("median", 0.5), ("95 %", 0.95), ("99 %", 0.99), ("max", 1.0))
     outside = lost - sum(sum(reasons[why]) for why in _BETWEEN.values() if why in reasons)
     return Finding(
-        key, "speed", question, answer, graded(1 - outside / whole if whole > 0 else 1.0, 0.9, 0.75),
+        key, "speed", question, answer, graded(1 - outside / total if total > 0 else 1.0, 0.9, 0.75),
         ("Percentiles are of steps alone. The intervals between steps that are explained include evaluations,"
          " checkpoint copies and startup; each is attributed to the part that grew the most over its own median.",),
-        (Chart("seconds per step", (Series("step", [(float(one.step), step_seconds(one)) for one in steps]),)),
+        (Chart("seconds per step", (Series("step", [(float(point.step), step_seconds(point)) for point in steps]),)),
          Rows(tuple(name for name, _ in quantiles), (tuple(_short(percentile(pure, at)) for _, at in quantiles),)),
          *((Rows(("slow because of", "times", "cost", "longest"), rows),) if rows else ())),
         {"median_seconds": middle, "p95_seconds": percentile(pure, 0.95), "p99_seconds": percentile(pure, 0.99),
@@ -602,17 +605,17 @@ class _Explainer:
     def __init__(self, evidence: Evidence) -> None:
         steps = evidence.steps
         self._job, self._unit, self._machines = evidence.job, evidence.status.unit, evidence.machines
-        self._usual = {span: median(seconds_of(one, span) for one in steps) for span in (*_BETWEEN, *STEP_SPANS)}
-        self._batch = median(one.values.get(self._unit, 0.0) for one in steps)
+        self._usual = {span: median(seconds_of(point, span) for point in steps) for span in (*_BETWEEN, *STEP_SPANS)}
+        self._batch = median(point.values.get(self._unit, 0.0) for point in steps)
         self._first: dict[int, int] = {}  # the first step of each generation
         self._new_size: set[int] = set()  # steps that are the first with their batch and image size
-        known = set()
-        for one in steps:
-            self._first[one.generation] = min(one.step, self._first.get(one.generation, one.step))
-            epoch = max(0, int(one.values["epoch"]))
-            if (one.generation, settings := self._job.train.in_epoch(epoch)) not in known:
-                known.add((one.generation, settings))
-                self._new_size.add(one.step)
+        settings_before = set()
+        for point in steps:
+            self._first[point.generation] = min(point.step, self._first.get(point.generation, point.step))
+            epoch = max(0, int(point.values["epoch"]))
+            if (point.generation, settings := self._job.train.in_epoch(epoch)) not in settings_before:
+                settings_before.add((point.generation, settings))
+                self._new_size.add(point.step)
 
     def why(self, point: Point) -> str:
         grew = {span: seconds_of(point, span) - usual for span, usual in self._usual.items()}
