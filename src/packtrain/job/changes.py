@@ -64,21 +64,23 @@ def changed_job(job_data: bytes, overrides: Sequence[str]) -> tuple[Job, list[Fi
         before, after = Job.model_validate(stored), Job.model_validate(document.data)
     except ValidationError as error:
         raise document.first_mistake(error) from None
-    old, new = _fields(before), _fields(after)
-    names = [name for name in {**old, **new} if old.get(name) != new.get(name)]
+    stored_fields, changed_fields = _fields(before), _fields(after)
+    names = [
+        name for name in {**stored_fields, **changed_fields} if stored_fields.get(name) != changed_fields.get(name)
+    ]
     for name in names:
-        reason = next((_FIXED[part] for part in (name, name.split(".")[0]) if part in _FIXED), None)
+        reason = next((_FIXED[prefix] for prefix in (name, name.split(".")[0]) if prefix in _FIXED), None)
         if reason is not None and name not in MAY_CHANGE:
             may = ", ".join(MAY_CHANGE)
-            told = f"--set {name}: cannot change in a run that exists: {reason}"
-            raise Mistake(f"{told}; start a new run (--from takes its weights), or set {may}")
-    return after, [FieldChange(name, old.get(name), new.get(name)) for name in names]
+            refusal = f"--set {name}: cannot change in a run that exists: {reason}"
+            raise Mistake(f"{refusal}; start a new run (--from takes its weights), or set {may}")
+    return after, [FieldChange(name, stored_fields.get(name), changed_fields.get(name)) for name in names]
 
 
 def other_training(before: Job, after: Job) -> list[str]:
     """Return the fields that make one job train differently from the other; data and code are compared elsewhere."""
-    old, new = _fields(before), _fields(after)
-    differ = [name for name in {**old, **new} if old.get(name) != new.get(name)]
+    fields_before, fields_after = _fields(before), _fields(after)
+    differ = [name for name in {**fields_before, **fields_after} if fields_before.get(name) != fields_after.get(name)]
     return [name for name in differ if name.split(".")[0] in _DECIDES and name not in MAY_CHANGE]
 
 
@@ -87,7 +89,7 @@ def _fields(job: Job) -> dict[str, Any]:
     fields: dict[str, Any] = {"fleet": job.fleet.model_dump(mode="json", exclude_defaults=True)}
     for section, value in job.model_dump(mode="json", exclude={"fleet"}).items():
         if isinstance(value, dict):
-            fields |= {f"{section}.{name}": one for name, one in value.items()}
+            fields |= {f"{section}.{name}": field_value for name, field_value in value.items()}
         else:
             fields[section] = value
     return fields

@@ -62,22 +62,22 @@ class Document:
 
         Steps that the file does not have are skipped: a short form, such as one source instead of a list, has none.
         """
-        known: Location = ()
+        nearest: Location = ()
         for step in location:
-            if (*known, step) in self.places:
-                known = (*known, step)
+            if (*nearest, step) in self.places:
+                nearest = (*nearest, step)
         # A prefix of the location itself, if it is at least as long, is more precise than one with skipped steps.
-        for length in range(len(location), len(known) - 1, -1):
+        for length in range(len(location), len(nearest) - 1, -1):
             if location[:length] in self.places:
-                known = location[:length]
+                nearest = location[:length]
                 break
-        return self.places.get(known, 1)
+        return self.places.get(nearest, 1)
 
-    def mistake(self, location: Location, text: str, missing: bool = False, more: int = 0) -> Mistake:
+    def mistake(self, location: Location, text: str, missing: bool = False, remaining: int = 0) -> Mistake:
         """Return the error for a field, in one line."""
         line = self.place(location)
         field = ".".join(printable(str(step), _SHOWN) for step in location)
-        also = f" (and {more} more)" if more else ""
+        also = f" (and {remaining} more)" if remaining else ""
         if line is None:
             return Mistake(f"--set {field}{'' if missing else ':'} {text}{also}")
         where = f"{printable(self.name)}:{line}:"
@@ -88,14 +88,14 @@ class Document:
 
         Missing fields come last: a misspelled key explains a missing one.
         """
-        found = faults(error)
+        all_faults = faults(error)
 
         def order(fault: tuple[Location, str, bool]) -> tuple[bool, bool, int]:
             line = self.place(fault[0])
             return fault[2], line is None, line or 0
 
-        location, text, missing = min(found, key=order)
-        return self.mistake(location, text, missing, more=len(found) - 1)
+        location, text, missing = min(all_faults, key=order)
+        return self.mistake(location, text, missing, remaining=len(all_faults) - 1)
 
 
 # From text to plain data.
@@ -191,8 +191,8 @@ class _Reader:
     def _check_text(self, value: object, line: int, path: Location) -> None:
         if not isinstance(value, str):
             return
-        if found := _CONTROL.search(value):
-            raise self.refuse(line, path, f"contains the control character U+{ord(found[0]):04X}")
+        if control := _CONTROL.search(value):
+            raise self.refuse(line, path, f"contains the control character U+{ord(control[0]):04X}")
         beside_aws = line in self.aws_lines or any(mentions_aws(str(step)) for step in path)
         if has_secret(value, beside_aws):
             raise self.refuse(line, path, self._secret_in(path))
@@ -276,9 +276,9 @@ def plain(node: YamlNode, path: Location, places: dict[Location, int | None], in
 
 def read_node(text: str, refuse: Refuse, above: Location = ()) -> YamlNode | None:
     """Return the only value of a text, or None if there is none. It is a whole job, or the field `above` of one."""
-    if found := _CONTROL.search(text):
-        line = text.count("\n", 0, found.start()) + 1
-        raise refuse(line, (), f"contains the control character U+{ord(found[0]):04X}")
+    if control := _CONTROL.search(text):
+        line = text.count("\n", 0, control.start()) + 1
+        raise refuse(line, (), f"contains the control character U+{ord(control[0]):04X}")
     return _Reader(text, refuse, above).document()
 
 

@@ -114,21 +114,21 @@ class DataSettings(Part):
     held_out: Annotated[float, Field(strict=True, gt=0, le=0.5)] | None = None
 
     @classmethod
-    def known(cls) -> Iterable[str]:
+    def known_keys(cls) -> Iterable[str]:
         return (field for field in cls.model_fields if field != "held_out")
 
     @classmethod
-    def arrange(cls, given: dict[str, Any], problems: list[InitErrorDetails]) -> dict[str, Any]:
-        if "held_out" in given:  # a field of this class, but not a key of the job file
-            del given["held_out"]
-            problems += unknown_keys(["held_out"], cls.known())
-        if not isinstance(given.get("valid"), str):
-            return given
-        share = _SHARE.fullmatch(given["valid"].strip())
+    def arrange(cls, fields: dict[str, Any], problems: list[InitErrorDetails]) -> dict[str, Any]:
+        if "held_out" in fields:  # a field of this class, but not a key of the job file
+            del fields["held_out"]
+            problems += unknown_keys(["held_out"], cls.known_keys())
+        if not isinstance(fields.get("valid"), str):
+            return fields
+        share = _SHARE.fullmatch(fields["valid"].strip())
         if share is None or not 0 < float(share[1]) <= 50:
             problems.append(problem("must be sources, or a share of the training data of up to 50 %: 5 %", "valid"))
-            return {**given, "valid": ()}
-        return {**given, "valid": (), "held_out": float(share[1]) / 100}
+            return {**fields, "valid": ()}
+        return {**fields, "valid": (), "held_out": float(share[1]) / 100}
 
     @model_serializer(mode="wrap")
     def _with_share(self, handler: SerializerFunctionWrapHandler) -> dict[str, Any]:
@@ -191,16 +191,16 @@ class ModelSettings(Part):
     )
 
     @classmethod
-    def arrange(cls, given: dict[str, Any], problems: list[InitErrorDetails]) -> dict[str, Any]:
-        if "options" in given:  # from code; a job file has the options beside `size`
-            return given
-        options = {key: value for key, value in given.items() if key != "size"}
+    def arrange(cls, fields: dict[str, Any], problems: list[InitErrorDetails]) -> dict[str, Any]:
+        if "options" in fields:  # from code; a job file has the options beside `size`
+            return fields
+        options = {key: value for key, value in fields.items() if key != "size"}
         try:
             _read_options(options)
         except ValidationError as error:
             problems += problems_of(error)
             options = {}
-        return {**({"size": given["size"]} if "size" in given else {}), "options": options}
+        return {**({"size": fields["size"]} if "size" in fields else {}), "options": options}
 
     @model_serializer
     def _flat(self) -> dict[str, Any]:
@@ -336,11 +336,11 @@ class TrainSettings(Part):
         small, enough = _GPU_SHARE[batch.unit]
         if batch.value > small * gpus:
             return None
-        each = f"{batch.value // gpus:,} for each of {gpus} GPUs, " if gpus > 1 else ""
+        per_gpu = f"{batch.value // gpus:,} for each of {gpus} GPUs, " if gpus > 1 else ""
         busy = "them" if gpus > 1 else "a GPU"
         fewer = ", or use fewer GPUs" if gpus > 1 else ""
-        what = f"train.batch: {batch.value:,} {batch.unit} are {each}too few to keep {busy} busy"
-        return f"{what}; set {enough * gpus:,} or more and adapt the learning rate{fewer}"
+        too_few = f"train.batch: {batch.value:,} {batch.unit} are {per_gpu}too few to keep {busy} busy"
+        return f"{too_few}; set {enough * gpus:,} or more and adapt the learning rate{fewer}"
 
     def in_epoch(self, epoch: int) -> EpochSettings:
         return self.schedule.in_epoch(EpochSettings(self.batch, self.size, self.min_scale, self.rectangular), epoch)
@@ -407,35 +407,37 @@ class FleetSettings(Part):
         return [name for name, price in self.kind.hourly_prices().items() if price is None]
 
     @classmethod
-    def known(cls) -> Iterable[str]:
+    def known_keys(cls) -> Iterable[str]:
         return (*FLEETS, *(field for field in cls.model_fields if field != "kind"))
 
     @classmethod
-    def arrange(cls, given: dict[str, Any], problems: list[InitErrorDetails]) -> dict[str, Any]:
-        if isinstance(given.get("kind"), FleetKind):
-            return given
-        if "kind" in given:  # a field of this class, but not a key of the job file
-            del given["kind"]
-            problems += unknown_keys(["kind"], cls.known())
-        words = [word for word in given if word in FLEETS]
-        settings = {word: given.pop(word) for word in words}
+    def arrange(cls, fields: dict[str, Any], problems: list[InitErrorDetails]) -> dict[str, Any]:
+        if isinstance(fields.get("kind"), FleetKind):
+            return fields
+        if "kind" in fields:  # a field of this class, but not a key of the job file
+            del fields["kind"]
+            problems += unknown_keys(["kind"], cls.known_keys())
+        words = [word for word in fields if word in FLEETS]
+        settings = {word: fields.pop(word) for word in words}
         if len(words) > 1:
             problems.append(problem(not_one(FLEETS, len(words))))
         elif words:
             chosen = settings[words[0]]
             try:
-                given["kind"] = kind_class(FLEETS, words[0]).model_validate({} if chosen is None else chosen)
+                fields["kind"] = kind_class(FLEETS, words[0]).model_validate({} if chosen is None else chosen)
             except ValidationError as error:
                 problems += problems_of(error, words[0])
-        return given
+        return fields
 
     @model_serializer
     def _flat(self, info: SerializationInfo) -> dict[str, Any]:
         settings = self.kind.model_dump(mode="json", exclude_defaults=info.exclude_defaults)
-        others = {name: getattr(self, name) for name in type(self).model_fields if name != "kind"}
+        other_fields = {name: getattr(self, name) for name in type(self).model_fields if name != "kind"}
         if info.exclude_defaults:
-            others = {name: value for name, value in others.items() if value != type(self).model_fields[name].default}
-        return {word_of(FLEETS, self.kind): settings, **others}
+            other_fields = {
+                name: value for name, value in other_fields.items() if value != type(self).model_fields[name].default
+            }
+        return {word_of(FLEETS, self.kind): settings, **other_fields}
 
 
 class ReportSettings(Part):
@@ -456,21 +458,21 @@ class BudgetSettings(Part):
 def _read_inputs(value: object) -> dict[str, str]:
     """Return the data of a program by name; a path or a list of paths is named after the last part of each."""
     listed = [value] if isinstance(value, str) else value
-    if isinstance(listed, (list, tuple)) and all(isinstance(one, str) for one in listed):
-        named = [(PurePosixPath(one).name, one) for one in listed]
-    elif isinstance(listed, Mapping) and all(isinstance(one, str) for one in listed.values()):
+    if isinstance(listed, (list, tuple)) and all(isinstance(path, str) for path in listed):
+        named = [(PurePosixPath(path).name, path) for path in listed]
+    elif isinstance(listed, Mapping) and all(isinstance(path, str) for path in listed.values()):
         named = list(listed.items())
     else:
         kinds = "a path, a list of paths, or a mapping of names to paths"
         raise ValueError(f"must be {kinds} for a program; sources such as bitext belong to recipes")
-    problems, seen = [], set()
+    problems, names_before = [], set()
     for place, (name, path) in zip(listed if isinstance(listed, Mapping) else range(len(named)), named, strict=True):
         if fault := input_path_fault(path):
             problems.append(problem(fault, place))
-        elif not FOLDER_NAME.fullmatch(name) or name in seen:
-            fault = "there twice" if name in seen else "no name for a folder"
+        elif not FOLDER_NAME.fullmatch(name) or name in names_before:
+            fault = "there twice" if name in names_before else "no name for a folder"
             problems.append(problem(f"{quoted(name, 60)} is {fault}; write a mapping, such as {{corpus: PATH}}", place))
-        seen.add(name)
+        names_before.add(name)
     if problems:
         raise refusal(problems)
     return dict(named)
@@ -621,42 +623,42 @@ class Job(Part):
     def named_paths(self) -> tuple[str, ...]:
         """Everything with which the program's command may name a file of the code, relative to the code."""
         words = () if self.program is None else (*self.program.command, *self.program.resume)
-        parts = (part for word in words for part in (word, word.partition("=")[2]) if part)
-        return tuple(os.path.normpath(PurePosixPath(self.directory, part)) for part in parts)
+        paths = (path for word in words for path in (word, word.partition("=")[2]) if path)
+        return tuple(os.path.normpath(PurePosixPath(self.directory, path)) for path in paths)
 
     @classmethod
-    def arrange(cls, given: dict[str, Any], problems: list[InitErrorDetails]) -> dict[str, Any]:
+    def arrange(cls, fields: dict[str, Any], problems: list[InitErrorDetails]) -> dict[str, Any]:
         # `train:` with nothing below it is null in YAML, and means the defaults.
-        given = {key: value for key, value in expand(given).items() if value is not None or key not in _SECTIONS}
-        recipe, program = given.get("recipe") is not None, given.get("program") is not None
-        if program and not isinstance(given["program"], (Mapping, ProgramSettings)):  # the command alone
+        fields = {key: value for key, value in expand(fields).items() if value is not None or key not in _SECTIONS}
+        recipe, program = fields.get("recipe") is not None, fields.get("program") is not None
+        if program and not isinstance(fields["program"], (Mapping, ProgramSettings)):  # the command alone
             try:
-                given["program"] = ProgramSettings(command=given["program"])
+                fields["program"] = ProgramSettings(command=fields["program"])
             except ValidationError as error:
-                given["program"] = None
+                fields["program"] = None
                 problems += [problem(text, "program", *location[1:]) for location, text, _ in faults(error)]
         if recipe and program:
             problems.append(problem("a job has a recipe or a program, not both", "program"))
         elif recipe:
             for section in _RECIPE_SECTIONS:
-                given.setdefault(section, {})
+                fields.setdefault(section, {})
         elif program:
-            if "data" in given:  # folders for its machines; `inputs` in the job of a run
+            if "data" in fields:  # folders for its machines; `inputs` in the job of a run
                 try:
-                    given["inputs"] = _read_inputs(given.pop("data"))
+                    fields["inputs"] = _read_inputs(fields.pop("data"))
                 except ValidationError as error:
                     problems += problems_of(error, "data")
                 except ValueError as error:
                     problems.append(problem(str(error), "data"))
-            for section in [section for section in _RECIPE_SECTIONS if section in given]:
-                del given[section]
+            for section in [section for section in _RECIPE_SECTIONS if section in fields]:
+                del fields[section]
                 problems.append(problem(_RECIPES_ONLY, section))
-            checkpoint = given.setdefault("checkpoint", {})  # a program has no scores to choose the best by
+            checkpoint = fields.setdefault("checkpoint", {})  # a program has no scores to choose the best by
             if isinstance(checkpoint, Mapping):
-                given["checkpoint"] = {"keep_best": 0, **checkpoint}
-        elif given.get("data") is None or any(section in given for section in ("model", "train", "evaluate")):
+                fields["checkpoint"] = {"keep_best": 0, **checkpoint}
+        elif fields.get("data") is None or any(section in fields for section in ("model", "train", "evaluate")):
             problems.append(problem("is required, unless the job has a program", "recipe", kind=REQUIRED))
-        return given
+        return fields
 
     def faults(self) -> Iterator[tuple[Location, str]]:
         if self.budget.dollars is not None and self.fleet.dollars_per_hour is None:

@@ -86,7 +86,7 @@ def word_of(kinds: Mapping[str, str], settings: Part) -> str:
     """Return the word of a kind's settings, without importing the other kinds."""
     # By the reference, so that no other kind of the family has to be imported for a comparison.
     reference = f"{type(settings).__module__}:{type(settings).__qualname__}"
-    return next(word for word, known in kinds.items() if known == reference)
+    return next(word for word, kind_reference in kinds.items() if kind_reference == reference)
 
 
 def default_kind(kinds: Mapping[str, str], word: str) -> Any:
@@ -223,15 +223,15 @@ class ScheduleKind(Part):
         """Return what holds in an epoch, for schedules that change more than the rate."""
         return settings
 
-    def fitted(self, written: Duration, now: Duration) -> ScheduleKind:  # noqa: ARG002
+    def fitted(self, written: Duration, duration: Duration) -> ScheduleKind:  # noqa: ARG002
         """Return the schedule for a run of another length than it was written for: what would not fit shrinks."""
         return self
 
-    def default_for(self, written: Duration, now: Duration) -> ScheduleKind:
+    def default_for(self, written: Duration, duration: Duration) -> ScheduleKind:
         """Return the schedule as a default of jobs of any length and unit, where a recipe has it for `written`."""
-        return self.fitted(written, now)
+        return self.fitted(written, duration)
 
-    def beside(self, given: Mapping[str, object]) -> Mapping[str, object]:  # noqa: ARG002
+    def beside(self, fields: Mapping[str, object]) -> Mapping[str, object]:  # noqa: ARG002
         """Return the fields that this schedule has as a default beside those that are given, which are not checked."""
         return self.model_dump(mode="json", exclude_none=True)
 
@@ -366,23 +366,23 @@ def _read_source(value: object) -> Source:
     words = [word for word in value if word in FORMATS]
     fields = (kind_class(FORMATS, words[0]) if len(words) == 1 else Source).model_fields
     options = [field for field in fields if field != "paths"]
-    known = (*FORMATS, *options)
+    known_keys = (*FORMATS, *options)
     # Unknown keys are reported together with the errors of the known ones, or first if the kind itself is misspelled.
-    unknown = unknown_keys([key for key in value if key not in known], known)
+    unknown = unknown_keys([key for key in value if key not in known_keys], known_keys)
     if not unknown and len(words) != 1:
         raise ValueError(not_one(FORMATS, len(words)))
     if not words:
         raise refusal(unknown)
     word = words[0]
     paths = expand_source(value)[word]
-    given = {option: value[option] for option in options if option in value}
+    settings = {option: value[option] for option in options if option in value}
     try:
-        source: Source = kind_class(FORMATS, word).model_validate({"paths": paths, **given})
+        source: Source = kind_class(FORMATS, word).model_validate({"paths": paths, **settings})
     except ValidationError as error:
         problems = problems_of(error)
-        for one in problems:  # a job file has the paths right under the kind's word
-            location = one.get("loc", ())
-            one["loc"] = (word, *location[1:]) if location[:1] == ("paths",) else location
+        for source_problem in problems:  # a job file has the paths right under the kind's word
+            location = source_problem.get("loc", ())
+            source_problem["loc"] = (word, *location[1:]) if location[:1] == ("paths",) else location
         raise refusal(unknown + problems) from None
     if unknown:
         raise refusal(unknown)

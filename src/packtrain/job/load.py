@@ -131,7 +131,7 @@ def _set(data: Any, places: dict[Location, int | None], location: Location, node
         path = (*path, step)
         if index == len(location) - 1:
             # What the file said below this field is replaced, so errors must no longer name its lines.
-            for under in [known for known in places if known[: len(path)] == path]:
+            for under in [place for place in places if place[: len(path)] == path]:
                 del places[under]
             data[step] = plain(node, path, places, in_file=False)
             return
@@ -145,11 +145,11 @@ def merge_defaults(document: Document, defaults: Mapping[str, object]) -> Docume
     """Return the document over a recipe's defaults, field by field; the value of a field is never a mix of both."""
     data, below = expand(document.data), expand(defaults)
     for section, fields in below.items():
-        given = data.get(section)
-        if given is None:
+        written_section = data.get(section)
+        if written_section is None:
             data[section] = fields
-        elif isinstance(given, Mapping) and isinstance(fields, Mapping):
-            data[section] = {**fields, **given}
+        elif isinstance(written_section, Mapping) and isinstance(fields, Mapping):
+            data[section] = {**fields, **written_section}
     return replace(document, data=data)
 
 
@@ -157,8 +157,8 @@ def no_defaults(_recipe: str, _code: Path, _model: Mapping[str, object]) -> Mapp
     return {}
 
 
-def fitted_defaults(defaults: Mapping[str, Any], given: Mapping[str, Any]) -> Mapping[str, Any]:
-    """Return a recipe's defaults as they suit a job, of which `given` is what its file and `--set` say.
+def fitted_defaults(defaults: Mapping[str, Any], written: Mapping[str, Any]) -> Mapping[str, Any]:
+    """Return a recipe's defaults as they suit a job, of which `written` is what its file and `--set` say.
 
     They are written for the recipe's own duration: a default never makes another one impossible. If `--set` names a
     field of another schedule, or one that excludes another, the default gives way.
@@ -166,24 +166,24 @@ def fitted_defaults(defaults: Mapping[str, Any], given: Mapping[str, Any]) -> Ma
     defaults = expand(defaults)
     try:
         train = TrainSettings.model_validate(defaults["train"])
-        now = Duration.parse(str(_section(given, "train").get("duration", train.duration)))
+        duration = Duration.parse(str(_section(written, "train").get("duration", train.duration)))
         every = EvaluateSettings.model_validate(_section(defaults, "evaluate")).every
     except (ValidationError, ValueError, TypeError, KeyError):
         return defaults  # whatever is wrong is reported with its place
-    schedule = train.schedule.default_for(train.duration, now)
+    schedule = train.schedule.default_for(train.duration, duration)
     word, changed = word_of(SCHEDULES, schedule), dict(defaults["train"])
     if schedule != train.schedule:
         changed["schedule"] = {word: schedule.model_dump(mode="json", exclude_none=True)}
-    words = _section(_section(given, "train"), "schedule")
+    words = _section(_section(written, "train"), "schedule")
     if words and list(words) != [word]:
         del changed["schedule"]
     elif fields := _section(words, word):
         changed["schedule"] = {word: schedule.beside(fields)}
-    if every is None or not every.unit == now.unit == train.duration.unit:
+    if every is None or not every.unit == duration.unit == train.duration.unit:
         return {**defaults, "train": changed}
-    least = _FEWEST_STEPS if now.unit == "steps" else 0.0
-    shorter = max(least, (cut_to(every, train.duration, now) or now).value)
-    interval = str(Duration(min(every.value, shorter), now.unit))
+    fewest = _FEWEST_STEPS if duration.unit == "steps" else 0.0
+    shorter = max(fewest, (cut_to(every, train.duration, duration) or duration).value)
+    interval = str(Duration(min(every.value, shorter), duration.unit))
     return {**defaults, "train": changed, "evaluate": {**defaults["evaluate"], "every": interval}}
 
 
@@ -244,15 +244,15 @@ def load_job(path: str | Path, overrides: Sequence[str] = (), defaults_of: Defau
     document = read_document(path)
     directory = Path(os.path.normpath(Path(path).absolute())).parent
     # Twice: the recipe may come from `--set`, its defaults go below the file, and `--set` goes on top of both.
-    given = apply_overrides(document, overrides).data
+    overridden = apply_overrides(document, overrides).data
     written, defaults = document, None
-    recipe, code = given.get("recipe"), given.get("code", ".")
+    recipe, code = overridden.get("recipe"), overridden.get("code", ".")
     if isinstance(recipe, str) and is_recipe(recipe) and isinstance(code, str) and not code_root_fault(code):
         try:
-            defaults = defaults_of(recipe, Path(os.path.normpath(directory / code)), _section(given, "model"))
+            defaults = defaults_of(recipe, Path(os.path.normpath(directory / code)), _section(overridden, "model"))
         except Mistake as mistake:
             raise apply_overrides(document, overrides).mistake(("recipe",), str(mistake)) from None
-        document = merge_defaults(document, fitted_defaults(defaults, given))
+        document = merge_defaults(document, fitted_defaults(defaults, overridden))
     document, notes = _fitted(written, defaults, apply_overrides(document, overrides), overrides)
     try:
         job = Job.model_validate(document.data)
@@ -290,36 +290,36 @@ def _fitted(
 
     Whatever `--set` names stays as it is.
     """
-    given = {override.partition("=")[0].strip() for override in overrides}
-    if "train.duration" not in given:
+    set_fields = {override.partition("=")[0].strip() for override in overrides}
+    if "train.duration" not in set_fields:
         return document, ()
-    others = [override for override in overrides if override.partition("=")[0].strip() != "train.duration"]
+    other_overrides = [override for override in overrides if override.partition("=")[0].strip() != "train.duration"]
     try:
-        longer = apply_overrides(written, others)
+        longer = apply_overrides(written, other_overrides)
         if defaults is not None:
-            longer = apply_overrides(merge_defaults(written, fitted_defaults(defaults, longer.data)), others)
+            longer = apply_overrides(merge_defaults(written, fitted_defaults(defaults, longer.data)), other_overrides)
         job = Job.model_validate(longer.data)
-        now = Duration.parse(str(document.data["train"]["duration"]))
+        duration = Duration.parse(str(document.data["train"]["duration"]))
     except (ValidationError, Mistake, ValueError, TypeError, KeyError):
         return document, ()  # whatever is wrong is reported with its place
     if job.recipe is None:
         return document, ()
-    schedule = job.train.schedule.fitted(job.train.duration, now)
+    schedule = job.train.schedule.fitted(job.train.duration, duration)
     word = word_of(SCHEDULES, schedule)
     changes = {
         f"train.schedule.{word}.{field}": (before, after)
         for field, before in job.train.schedule
         if (after := getattr(schedule, field)) != before
         and "schedule" in _section(written.data, "train")
-        and not any(one.startswith("train.schedule") for one in given)
+        and not any(name.startswith("train.schedule") for name in set_fields)
     }
     for section in ("evaluate", "checkpoint"):
         every = getattr(job, section).every
         if "every" not in _section(written.data, section):
             continue
-        is_longer = isinstance(every, Duration) and every.unit == now.unit and every.value >= now.value
-        if is_longer and not any(one.startswith(section) for one in given):
-            changes[f"{section}.every"] = (every, keep_share(every, job.train.duration, now) or now)
+        is_longer = isinstance(every, Duration) and every.unit == duration.unit and every.value >= duration.value
+        if is_longer and not any(name.startswith(section) for name in set_fields):
+            changes[f"{section}.every"] = (every, keep_share(every, job.train.duration, duration) or duration)
     data, places = _copy(document.data), dict(document.places)
     for field, (_, after) in changes.items():
         value = str(after) if isinstance(after, Duration) else after

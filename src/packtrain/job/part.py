@@ -109,12 +109,12 @@ def must_be(expected: str, value: object) -> str:
     """Return the error for a value of the wrong type."""
     if value is None:
         return "must not be empty"
-    said = f"must be {expected}, not {_TYPE_NAMES.get(type(value), type(value).__name__)}"
+    fault = f"must be {expected}, not {_TYPE_NAMES.get(type(value), type(value).__name__)}"
     if expected == "a string" and isinstance(value, (bool, int, float)):
-        return f"{said}; put it in quotes"
+        return f"{fault}; put it in quotes"
     if expected in ("an integer", "a number") and isinstance(value, str) and _NUMBER.fullmatch(value):
-        return f"{said}; remove the quotes"
-    return said
+        return f"{fault}; remove the quotes"
+    return fault
 
 
 def _entries(number: int) -> str:
@@ -175,12 +175,12 @@ def problems_of(error: ValidationError, *prefix: int | str) -> list[InitErrorDet
     ]
 
 
-def unknown_keys(keys: Sequence[str], known: Iterable[str]) -> list[InitErrorDetails]:
-    known = list(known)
-    hints = [nearest(key, known) for key in keys[:10]]  # a hint for each of thousands would take seconds
+def unknown_keys(keys: Sequence[str], known_keys: Iterable[str]) -> list[InitErrorDetails]:
+    known_keys = list(known_keys)
+    hints = [nearest(key, known_keys) for key in keys[:10]]  # a hint for each of thousands would take seconds
     return [
         problem(f"unknown key; {hint}", key)
-        for key, hint in zip_longest(keys, hints, fillvalue="known: " + ", ".join(known))
+        for key, hint in zip_longest(keys, hints, fillvalue="known: " + ", ".join(known_keys))
     ]
 
 
@@ -199,12 +199,12 @@ class Part(BaseModel):
     """
 
     @classmethod
-    def arrange(cls, given: dict[str, Any], problems: list[InitErrorDetails]) -> dict[str, Any]:  # noqa: ARG003
+    def arrange(cls, fields: dict[str, Any], problems: list[InitErrorDetails]) -> dict[str, Any]:  # noqa: ARG003
         """Turn what a job file says into the fields of the class, where the two differ."""
-        return given
+        return fields
 
     @classmethod
-    def known(cls) -> Iterable[str]:
+    def known_keys(cls) -> Iterable[str]:
         """Return the keys that a job file may use here."""
         return cls.model_fields
 
@@ -221,19 +221,19 @@ class Part(BaseModel):
             raise refusal([problem(must_be("a mapping", value))])
         # All errors are collected before raising, so that a message can say how many more there are.
         problems: list[InitErrorDetails] = []
-        given = cls.arrange(dict(value), problems)
-        problems += unknown_keys([key for key in given if key not in cls.model_fields], cls.known())
-        given = {key: value for key, value in given.items() if key in cls.model_fields}
-        made = None
+        fields = cls.arrange(dict(value), problems)
+        problems += unknown_keys([key for key in fields if key not in cls.model_fields], cls.known_keys())
+        fields = {key: value for key, value in fields.items() if key in cls.model_fields}
+        validated = None
         try:
-            made = handler(given)
+            validated = handler(fields)
         except ValidationError as error:
             problems += problems_of(error)
-        if made is not None and not problems:  # rules between fields assume that every field is valid
-            problems += [problem(text, *location) for location, text in made.faults()]
-        if made is None or problems:
+        if validated is not None and not problems:  # rules between fields assume that every field is valid
+            problems += [problem(text, *location) for location, text in validated.faults()]
+        if validated is None or problems:
             raise refusal(problems)
-        return made
+        return validated
 
 
 # Types of fields.
@@ -297,12 +297,12 @@ def _string(fault_of: Callable[[str], str | None], pattern: str = r"\S") -> Plai
     return PlainValidator(read, json_schema_input_type=text_in_schema(pattern))
 
 
-def matching(pattern: str, what: str) -> PlainValidator:
+def matching(pattern: str, noun: str) -> PlainValidator:
     """Return the validator of a string that matches a pattern, and that no program would take for an option."""
 
     def fault_of(text: str) -> str | None:
         good = re.fullmatch(pattern, text) and not text.startswith("-")
-        return None if good else f"{quoted(text, _SHOWN)} is not {what}"
+        return None if good else f"{quoted(text, _SHOWN)} is not {noun}"
 
     return _string(fault_of, rf"^(?!-)(?:{pattern})$")
 

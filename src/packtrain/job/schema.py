@@ -82,9 +82,9 @@ class RecipeFacts(Protocol):
 def job_schema(recipes: Mapping[str, type[RecipeFacts]] | Mapping[str, RecipeFacts]) -> Schema:
     """Return the schema of a job file; `recipes` are the built-in ones, by name."""
     texts = descriptions(reference())
-    sections = {name: _part(kind, texts, name) for name, kind in _SECTIONS.items()}
+    sections = {name: _part_schema(kind, texts, name) for name, kind in _SECTIONS.items()}
     sections |= {"data": _data(texts), "fleet": _fleet(texts), "model": _model(texts)}
-    properties = _part(Job, texts, "job")["properties"]
+    properties = _part_schema(Job, texts, "job")["properties"]
     for name in _STORED:
         del properties[name]
     for name in sections:
@@ -132,21 +132,21 @@ def _budget() -> Schema:
 
 def _data(texts: Descriptions) -> Schema:
     """Return the section of the data: validation data may be a share of the training data, such as `5 %`."""
-    made = _part(DataSettings, texts, "data")
-    del made["properties"]["held_out"]
-    made["properties"]["valid"]["anyOf"].append(_SHARE)
-    made["properties"]["train"]["anyOf"][1]["minItems"] = 1
-    return made
+    section = _part_schema(DataSettings, texts, "data")
+    del section["properties"]["held_out"]
+    section["properties"]["valid"]["anyOf"].append(_SHARE)
+    section["properties"]["train"]["anyOf"][1]["minItems"] = 1
+    return section
 
 
 def _ref(name: str) -> Schema:
     return {"$ref": f"#/$defs/{name}"}
 
 
-def _part(kind: type[Part], texts: Descriptions, scope: str) -> Schema:
-    made = kind.model_json_schema(mode="validation")
-    found = _completed(made.get("properties", {}))
-    for name, field in found.items():
+def _part_schema(kind: type[Part], texts: Descriptions, scope: str) -> Schema:
+    generated = kind.model_json_schema(mode="validation")
+    properties = _completed(generated.get("properties", {}))
+    for name, field in properties.items():
         default = kind.model_fields[name].default
         if isinstance(default, Machines):
             field["default"] = default.least
@@ -156,9 +156,9 @@ def _part(kind: type[Part], texts: Descriptions, scope: str) -> Schema:
             field.pop("default", None)
         if text := describe(texts, scope, name):
             field["description"] = text
-    required = [name for name in made.get("required", ()) if name not in kind.filled_in]
-    rules = {"allOf": made["allOf"]} if "allOf" in made else {}
-    return {"type": "object", "properties": found, "additionalProperties": False, **rules} | (
+    required = [name for name in generated.get("required", ()) if name not in kind.filled_in]
+    rules = {"allOf": generated["allOf"]} if "allOf" in generated else {}
+    return {"type": "object", "properties": properties, "additionalProperties": False, **rules} | (
         {"required": required} if required else {}
     )
 
@@ -166,7 +166,7 @@ def _part(kind: type[Part], texts: Descriptions, scope: str) -> Schema:
 def _completed(value: Any, is_schema: bool = False) -> Any:
     """Return a schema of pydantic without its titles, and with a reference for each family of kinds."""
     if isinstance(value, list):
-        return [_completed(one, is_schema=True) for one in value]
+        return [_completed(entry, is_schema=True) for entry in value]
     if not isinstance(value, dict):
         return value
     if value.get("items") == {"kinds": "Source"}:
@@ -178,8 +178,8 @@ def _completed(value: Any, is_schema: bool = False) -> Any:
         return _ref(_word_within(name) if name in _WITHIN else name)
     if "patternProperties" in value:  # of a mapping whose keys have a form: there are no others
         value = {**value, "additionalProperties": False}
-    below = {key: _completed(one, is_schema=key != "properties") for key, one in value.items()}
-    return {key: one for key, one in below.items() if not (is_schema and key == "title" and isinstance(one, str))}
+    below = {key: _completed(entry, is_schema=key != "properties") for key, entry in value.items()}
+    return {key: entry for key, entry in below.items() if not (is_schema and key == "title" and isinstance(entry, str))}
 
 
 def _word_within(name: str) -> str:
@@ -188,21 +188,23 @@ def _word_within(name: str) -> str:
 
 def _within(texts: Descriptions) -> dict[str, Schema]:
     """Return the parts within sections, such as the cache of a fleet."""
-    return {_word_within(name): _part(kind, texts, scope) for name, (kind, scope) in _WITHIN.items()}
+    return {_word_within(name): _part_schema(kind, texts, scope) for name, (kind, scope) in _WITHIN.items()}
 
 
 def _nested(texts: Descriptions) -> dict[str, Schema]:
     """Return the parts that settings of kinds have in turn, such as the phases of a schedule."""
-    found: dict[str, Schema] = {}
+    nested: dict[str, Schema] = {}
     for kinds in (FLEETS, SCHEDULES, OPTIMIZERS, EXCHANGES):
         for word in kinds:
-            parts = kind_class(kinds, word).model_json_schema(mode="validation").get("$defs", {})
-            for name, part in parts.items():
-                found[name] = {key: value for key, value in _completed(part, True).items() if key != "description"}
-                for field, schema in found[name]["properties"].items():
+            definitions = kind_class(kinds, word).model_json_schema(mode="validation").get("$defs", {})
+            for name, definition in definitions.items():
+                nested[name] = {
+                    key: value for key, value in _completed(definition, True).items() if key != "description"
+                }
+                for field, schema in nested[name]["properties"].items():
                     if text := describe(texts, "phase" if name == "Phase" else name, field):
                         schema["description"] = text
-    return found
+    return nested
 
 
 # Kinds: a mapping of one word to its settings, or the word alone.
@@ -210,16 +212,16 @@ def _nested(texts: Descriptions) -> dict[str, Schema]:
 
 def _settings(kinds: Mapping[str, str], texts: Descriptions, family: str) -> dict[str, Schema]:
     """Return the schema of the settings of each word; those without a required field may be left out."""
-    found: dict[str, Schema] = {}
+    schemas: dict[str, Schema] = {}
     for word in kinds:
-        made = _part(kind_class(kinds, word), texts, f"{family}.{word}")
-        choices = [made] if "required" in made else [made, {"type": "null"}]
-        if word in made["properties"]:  # `phases: [...]` sets `phases`
-            choices.append(made["properties"][word])
-        found[word] = {"anyOf": choices} if len(choices) > 1 else made
+        settings = _part_schema(kind_class(kinds, word), texts, f"{family}.{word}")
+        choices = [settings] if "required" in settings else [settings, {"type": "null"}]
+        if word in settings["properties"]:  # `phases: [...]` sets `phases`
+            choices.append(settings["properties"][word])
+        schemas[word] = {"anyOf": choices} if len(choices) > 1 else settings
         text = describe(texts, family, word) or (kind_class(kinds, word).__doc__ or "").partition("\n")[0]
-        found[word] = {**found[word], "description": text}
-    return found
+        schemas[word] = {**schemas[word], "description": text}
+    return schemas
 
 
 def _words(settings: Mapping[str, Schema]) -> list[str]:
@@ -228,18 +230,18 @@ def _words(settings: Mapping[str, Schema]) -> list[str]:
 
 def _kinds(kinds: Mapping[str, str], texts: Descriptions, family: str) -> Schema:
     settings = _settings(kinds, texts, family)
-    one: Schema = {"type": "object", "properties": settings, "additionalProperties": False}
+    mapping: Schema = {"type": "object", "properties": settings, "additionalProperties": False}
     words = _words(settings)
-    return {"anyOf": [*([{"enum": words}] if words else []), {**one, "minProperties": 1, "maxProperties": 1}]}
+    return {"anyOf": [*([{"enum": words}] if words else []), {**mapping, "minProperties": 1, "maxProperties": 1}]}
 
 
 def _fleet(texts: Descriptions) -> Schema:
-    made, settings = _part(FleetSettings, texts, "fleet"), _settings(FLEETS, texts, "fleet")
-    del made["properties"]["kind"]
-    made["properties"] = {**settings, **made["properties"]}
-    others = {word: [other for other in FLEETS if other != word] for word in FLEETS}
-    made["dependentSchemas"] = {word: _without(rest) for word, rest in others.items()}
-    return {"anyOf": [{"enum": _words(settings)}, made]}
+    fleet, settings = _part_schema(FleetSettings, texts, "fleet"), _settings(FLEETS, texts, "fleet")
+    del fleet["properties"]["kind"]
+    fleet["properties"] = {**settings, **fleet["properties"]}
+    other_words = {word: [other_word for other_word in FLEETS if other_word != word] for word in FLEETS}
+    fleet["dependentSchemas"] = {word: _without(words) for word, words in other_words.items()}
+    return {"anyOf": [{"enum": _words(settings)}, fleet]}
 
 
 def _without(names: Iterable[str]) -> Schema:
@@ -248,17 +250,17 @@ def _without(names: Iterable[str]) -> Schema:
 
 def _source(texts: Descriptions) -> Schema:
     properties: dict[str, Schema] = {}
-    own: dict[str, list[str]] = {}
+    fields_of_word: dict[str, list[str]] = {}
     for word in FORMATS:
         kind = kind_class(FORMATS, word)
-        made = _part(kind, texts, "source")["properties"]
-        path = made["paths"]["items"]
+        of_kind = _part_schema(kind, texts, "source")["properties"]
+        path = of_kind["paths"]["items"]
         listed = {"type": "array", "items": path, "minItems": min(kind.path_counts), "maxItems": max(kind.path_counts)}
         choices = [*([path] if 1 in kind.path_counts else []), listed]
         properties[word] = {"anyOf": choices, "description": texts["source", word], "examples": [kind.example]}
-        fields = [name for name in made if name != "paths"]
-        properties |= {name: made[name] for name in fields if name not in properties}
-        own[word] = [word, *fields]
+        fields = [name for name in of_kind if name != "paths"]
+        properties |= {name: of_kind[name] for name in fields if name not in properties}
+        fields_of_word[word] = [word, *fields]
     one_file = {"anyOf": [{"type": "string"}, {"type": "array", "maxItems": 1}]}
     of_columns = {"if": is_set("columns"), "then": {"properties": dict.fromkeys(FORMATS, one_file)}}
     return {
@@ -266,7 +268,7 @@ def _source(texts: Descriptions) -> Schema:
         "properties": properties,
         "additionalProperties": False,
         "anyOf": [{"required": [word]} for word in FORMATS],
-        "dependentSchemas": {word: {"propertyNames": {"enum": names}} for word, names in own.items()},
+        "dependentSchemas": {word: {"propertyNames": {"enum": names}} for word, names in fields_of_word.items()},
         "allOf": [of_columns, {"if": is_set("last"), "then": {"properties": {"without_last": _NULL}}}],
     }
 
@@ -284,16 +286,16 @@ def _inputs() -> Schema:
 
 
 def _model(texts: Descriptions) -> Schema:
-    made = _part(ModelSettings, texts, "model")
-    size = made["properties"]["size"]
+    section = _part_schema(ModelSettings, texts, "model")
+    size = section["properties"]["size"]
     return {"anyOf": [size, {"type": "object", "properties": {"size": size}, "additionalProperties": _PLAIN}]}
 
 
 def _recipe(name: str, recipe: type[RecipeFacts] | RecipeFacts) -> Schema:
     """Return what holds for the jobs of a recipe: its sizes and options, the unit of its batches, the data it reads."""
     learns = [word for word in FORMATS if kind_class(FORMATS, word).contents & recipe.contents]
-    one = _without(word for word in FORMATS if word not in learns)
-    split = {"anyOf": [{"type": "array", "items": one}, {"type": "object", **one}, _SHARE]}
+    without_others = _without(word for word in FORMATS if word not in learns)
+    split = {"anyOf": [{"type": "array", "items": without_others}, {"type": "object", **without_others}, _SHARE]}
     amount = {"type": ["string", "null"], "pattern": amount_pattern(recipe.unit)}
     train = {"batch": amount, "micro_batch": amount, "scale_rate": {"properties": {"linear": amount, "sqrt": amount}}}
     if not recipe.supports_augment:
@@ -315,8 +317,8 @@ def _model_of(recipe: type[RecipeFacts] | RecipeFacts) -> Schema:
     options = asdict(next(iter(recipe.sizes.values())))
     properties = {name: _option(name, default) for name, default in options.items()}
     properties |= {name: {"enum": list(values)} for name, values in recipe.choices.items()}
-    made = {"type": "object", "properties": {"size": sizes, **properties}, "additionalProperties": False}
-    return {"anyOf": [sizes, made, {"type": "null"}]}
+    mapping = {"type": "object", "properties": {"size": sizes, **properties}, "additionalProperties": False}
+    return {"anyOf": [sizes, mapping, {"type": "null"}]}
 
 
 def _option(name: str, default: object) -> Schema:
@@ -348,7 +350,7 @@ def describe(texts: Descriptions, scope: str, field: str) -> str | None:
 
 def descriptions(markdown: str) -> Descriptions:
     """Return the meaning of each field in the tables of the reference, by its section or kind, and its name."""
-    found: Descriptions = {}
+    texts: Descriptions = {}
     scope, columns, kind = "", list[str](), ""
     for line in markdown.partition("\n## Reference\n")[2].splitlines():
         if line.startswith("#"):
@@ -361,21 +363,21 @@ def descriptions(markdown: str) -> Descriptions:
         elif not line.startswith("| ---"):
             row = dict(zip(columns, _cells(line), strict=True))
             kind = row.get("kind", "").strip("`") or kind
-            for place, field in _named(row["field"], _scope(scope, columns, kind, found)):
+            for place, field in _named(row["field"], _scope(scope, columns, kind, texts)):
                 if row["meaning"]:
-                    found.setdefault((place, field), _sentence(row["meaning"]))
+                    texts.setdefault((place, field), _sentence(row["meaning"]))
             if "kind" in row and not row["field"] and row["meaning"]:
-                found.setdefault((scope, kind), _sentence(row["meaning"]))
-    return found
+                texts.setdefault((scope, kind), _sentence(row["meaning"]))
+    return texts
 
 
-def _scope(section: str, columns: list[str], kind: str, found: Descriptions) -> str:
+def _scope(section: str, columns: list[str], kind: str, texts: Descriptions) -> str:
     if "kind" in columns:
         return f"{section}.{kind}"
     if section == "schedule":
         return "phase"
     # The second table of `data` describes a source; the first one ends with `pack`.
-    return "source" if section == "data" and ("data", "pack") in found else section
+    return "source" if section == "data" and ("data", "pack") in texts else section
 
 
 def _named(cell: str, scope: str) -> Iterator[tuple[str, str]]:

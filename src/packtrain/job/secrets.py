@@ -247,8 +247,8 @@ _MAX_NAME = 60
 _LEAST_BITS = 3.0  # per character; 16 random hexadecimal digits have about 3.4, words of a language about 3
 _COMPILED_FORMS = {kind: (literals, re.compile(form)) for kind, (literals, form) in _FORMS.items()}
 _COMPILED_KEYS = {
-    start: (re.compile(re.escape(start)), re.compile(rf"(?<!\w){re.escape(start)}(?:{rest})"))
-    for start, rest in _KEYS.items()
+    start: (re.compile(re.escape(start)), re.compile(rf"(?<!\w){re.escape(start)}(?:{form})"))
+    for start, form in _KEYS.items()
 }
 
 _SECRET_NAME = re.compile(
@@ -332,7 +332,7 @@ def find_secret(text: str) -> str | None:
         if any(literal in text for literal in literals) and form.search(text):
             return kind
     for start, form in _COMPILED_KEYS.values():
-        if any(form.match(text, found.start()) for found in start.finditer(text)):
+        if any(form.match(text, beginning.start()) for beginning in start.finditer(text)):
             return "an API key"
     if any(_assigns_secret(text, assigned) for assigned in _ASSIGNED.finditer(text)):
         return "a key or token next to its name"
@@ -362,9 +362,9 @@ def _assigns_secret(text: str, assigned: re.Match[str]) -> bool:
 
 def _looks_random(value: str) -> bool:
     # A name such as `tokens.api_key2` is made of words, most of them with a number at most.
-    parts = re.split(r"[._/~-]", value)
-    random = [part for part in parts if not re.fullmatch("[A-Za-z]*[0-9]{0,3}|[0-9]+", part)]
-    if 2 * sum(map(len, random)) <= sum(map(len, parts)) or "example" in value.lower():
+    pieces = re.split(r"[._/~-]", value)
+    random = [piece for piece in pieces if not re.fullmatch("[A-Za-z]*[0-9]{0,3}|[0-9]+", piece)]
+    if 2 * sum(map(len, random)) <= sum(map(len, pieces)) or "example" in value.lower():
         return False
     return -sum(n / len(value) * log2(n / len(value)) for n in Counter(value).values()) >= _LEAST_BITS
 
@@ -375,7 +375,7 @@ def keeps_keys(name: str) -> bool:
     if lower.endswith(_TEMPLATES):
         return False
     # A pattern also fits the names of code: hf_tokenizer.py.
-    patterns = [one for one in _KEY_FILES if "*" not in one or lower.startswith(".") or not is_source(name)]
+    patterns = [pattern for pattern in _KEY_FILES if "*" not in pattern or lower.startswith(".") or not is_source(name)]
     return any(fnmatchcase(lower, pattern) for pattern in patterns)
 
 
@@ -401,8 +401,8 @@ def has_secret(text: str, beside_aws: bool = False) -> bool:
     if has_plain_secret(text):
         return True
     if beside_aws or mentions_aws(text):
-        for found in _AWS_SECRET.findall(text):
-            if re.search("[a-z]", found) and re.search("[A-Z]", found) and re.search("[0-9]", found):
+        for key in _AWS_SECRET.findall(text):
+            if re.search("[a-z]", key) and re.search("[A-Z]", key) and re.search("[0-9]", key):
                 return True
     written = (*_OPTION_WITH_VALUE.finditer(text), *_VARIABLE_WITH_VALUE.finditer(text))
     return any(_gives_secret(option[1], option[2]) for option in written)
@@ -425,7 +425,7 @@ def _gives_secret(name: str, value: str) -> bool:
         return False
     # A password has digits or marks among its letters; a path, a word with a number or a time has not.
     text = value.strip("\"'")
-    is_words = all(re.fullmatch("[A-Za-z]*[0-9]{0,3}", part) for part in re.split("[_-]", text))
+    is_words = all(re.fullmatch("[A-Za-z]*[0-9]{0,3}", word) for word in re.split("[_-]", text))
     if is_words and not words.endswith(("pass", "pw", "pwd")):
         return False
     return re.fullmatch(r"(?=.*[A-Za-z])(?=.*[0-9!@#%^&*+~?])[^\s/.:,=()\[\]{}<>]{6,}", text) is not None
