@@ -256,10 +256,10 @@ NOON = 1794916800.0  # November 17, 2026
 
 @pytest.mark.usefixtures("utc")
 def test_moments_are_short_and_have_a_year_if_it_is_another_one() -> None:
-    assert show_time(NOON + 240, now=NOON) == "Nov 17 12:04"
-    assert show_time(NOON - 300 * 86400, now=NOON) == "Jan 21 12:00"
-    assert show_time(NOON - 365 * 86400, now=NOON) == "Nov 17 2025"
-    assert show_time(NOON - 365 * 86400, now=NOON - 365 * 86400) == "Nov 17 12:00"
+    assert show_time(NOON + 240, present=NOON) == "Nov 17 12:04"
+    assert show_time(NOON - 300 * 86400, present=NOON) == "Jan 21 12:00"
+    assert show_time(NOON - 365 * 86400, present=NOON) == "Nov 17 2025"
+    assert show_time(NOON - 365 * 86400, present=NOON - 365 * 86400) == "Nov 17 12:00"
 
 
 @pytest.mark.usefixtures("utc")

@@ -74,8 +74,8 @@ class RunHandle:
         `"loss"` is that of training and of validation; `"valid.loss"` is one line. A notebook shows the picture, and
         `save("loss.png")` or `save("loss.svg")` writes it.
         """
-        others = [against] if isinstance(against, RunHandle) else list(against)
-        return plot_of({one.name: one.points() for one in (self, *others)}, names or ("loss",), x)
+        handles = [against] if isinstance(against, RunHandle) else list(against)
+        return plot_of({handle.name: handle.points() for handle in (self, *handles)}, names or ("loss",), x)
 
     def watch(self) -> None:
         """Draw the run in the notebook until it ends; interrupting the cell ends the drawing, not the run."""
@@ -154,7 +154,7 @@ class RunHandle:
         """
         options = DecodeOptions(beam, nucleus, temperature, seed=seed)
         predictor = load_predictor(self._run, checkpoint, accept=_trusting(trust_code))
-        return [made.text for made in predictor.predict(inputs, options)]
+        return [prediction.text for prediction in predictor.predict(inputs, options)]
 
 
 class Runs(Sequence[RunHandle]):
@@ -217,9 +217,9 @@ def runs(store: str | None = None) -> Runs:
     return Runs([Run(opened, name) for name in reversed(run_names(opened))], opened.url)
 
 
-def _trusting(given: bool) -> Accept:
+def _trusting(is_trusted: bool) -> Accept:
     def accept(review: CodeReview) -> None:
-        if not given:
+        if not is_trusted:
             raise Mistake(f"{review.reason}; look at it, then pass trust_code=True")
 
     return accept

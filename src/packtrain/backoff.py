@@ -47,11 +47,11 @@ class Backoff:
 
         `longest_seconds` bounds this pause further, for a failure that may be over at any moment.
         """
-        left = self._limit - (self._clock() - self._started)
-        if left <= 0:
+        remaining = self._limit - (self._clock() - self._started)
+        if remaining <= 0:
             return None
         self._pause = min(self._longest, longest_seconds, max(self._first, 2 * self._pause))
-        return min(left, self._pause * (1 - self._jitter * self._random()))
+        return min(remaining, self._pause * (1 - self._jitter * self._random()))
 
     def wait(self) -> bool:
         """Sleep until the next try; False, without sleeping, if the limit has passed."""

@@ -73,7 +73,9 @@ def printable(text: str, limit: int | None = None) -> str:
         text = text[: limit - 3] + "..."
     if text.isprintable():
         return text
-    return "".join(one if one.isprintable() else one.encode("unicode_escape").decode("ascii") for one in text)
+    return "".join(
+        letter if letter.isprintable() else letter.encode("unicode_escape").decode("ascii") for letter in text
+    )
 
 
 def harmless(text: str, keep: str = "") -> str:
@@ -81,9 +83,11 @@ def harmless(text: str, keep: str = "") -> str:
 
     It is one line, unless newlines are in `keep`.
     """
-    return _UNSAFE.sub(
-        lambda one: one[0] if one[0] in keep else one[0].encode("unicode_escape").decode("ascii"), _COLOR.sub("", text)
-    )
+
+    def escaped(letter: re.Match[str]) -> str:
+        return letter[0] if letter[0] in keep else letter[0].encode("unicode_escape").decode("ascii")
+
+    return _UNSAFE.sub(escaped, _COLOR.sub("", text))
 
 
 def quoted(text: str, limit: int = 200) -> str:
@@ -91,13 +95,13 @@ def quoted(text: str, limit: int = 200) -> str:
     return repr(text if len(text) <= limit else text[: limit - 3] + "...")
 
 
-def nearest(word: str, known: Iterable[str]) -> str:
+def nearest(word: str, words: Iterable[str]) -> str:
     """Return a hint that names the closest known word, or lists them all if none is close."""
-    choices = sorted(known)
+    choices = sorted(words)
     return meant(word, choices) or "known: " + ", ".join(choices)
 
 
-def meant(word: str, known: Iterable[str]) -> str:
+def meant(word: str, words: Iterable[str]) -> str:
     """Return a hint that names the closest known word, or an empty string if none is close."""
-    close = get_close_matches(word, sorted(known), n=1, cutoff=0.6)
+    close = get_close_matches(word, sorted(words), n=1, cutoff=0.6)
     return f"did you mean {close[0]!r}?" if close else ""

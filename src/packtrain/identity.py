@@ -100,8 +100,8 @@ def _hash(file: Path) -> str:
 def altered(directory: str, expected: Iterable[str]) -> list[str]:
     """Return the packages of a directory whose files are not the expected ones; a line is a wheel and its digest."""
     digests = dict(line.split() for line in expected)
-    found = {wheel_of(package): package for package in distributions(path=[directory])}
-    same = {wheel: package for wheel, package in found.items() if wheel is not None and wheel in digests}
+    packages = {wheel_of(package): package for package in distributions(path=[directory])}
+    same = {wheel: package for wheel, package in packages.items() if wheel is not None and wheel in digests}
     return sorted(wheel for wheel, package in same.items() if installed_digest(package) != digests[wheel])
 
 

@@ -164,8 +164,8 @@ def is_writable(path: Path) -> bool:
 
 def nearest(path: Path) -> Path:
     """Return the directory, or the nearest one above it that exists and can be seen."""
-    whole = path.absolute()
-    return next(one for one in (whole, *whole.parents) if os.path.exists(one))  # noqa: PTH110 - Path's raises an error
+    absolute = path.absolute()
+    return next(directory for directory in (absolute, *absolute.parents) if os.path.exists(directory))  # noqa: PTH110 - Path's raises an error
 
 
 def _in_home_or_temporary(name: str, variable: str) -> Path:
@@ -190,8 +190,8 @@ def _in_home_or_temporary(name: str, variable: str) -> Path:
 
 
 def _cache_path() -> Path:
-    if given := os.environ.get("PACKTRAIN_CACHE"):
-        return Path(given)
+    if cache := os.environ.get("PACKTRAIN_CACHE"):
+        return Path(cache)
     parent = os.environ.get("XDG_CACHE_HOME")
     return Path(parent) / "packtrain" if parent else _in_home_or_temporary(".cache", "PACKTRAIN_CACHE")
 
@@ -203,7 +203,8 @@ def is_in_cache(path: Path) -> bool:
 def is_scratch(path: Path) -> bool:
     """True if a path is in a directory that Packtrain has made where temporary files go."""
     place = Path(gettempdir()).absolute()
-    return any(one.parent == place and one.name.startswith("packtrain-") for one in (path.absolute(), *path.parents))
+    above = (path.absolute(), *path.parents)
+    return any(folder.parent == place and folder.name.startswith("packtrain-") for folder in above)
 
 
 def keep_compiled_code() -> None:

@@ -102,31 +102,32 @@ class Duration:
 _UNKNOWN_SHARE = 0.1  # of a run, for a length in another unit than the run that it was written for
 
 
-def keep_share(length: Duration, written: Duration, now: Duration) -> Duration | None:
-    """Return a length with the share of the run `now` that it had of the one it was written for; None if that is all.
+def keep_share(length: Duration, written: Duration, duration: Duration) -> Duration | None:
+    """Return a length with the share of the new `duration` that it had of the one it was `written` for.
 
-    In steps it is at least one.
+    None if that is all. In steps it is at least one.
     """
     share = length.value / written.value if length.unit == written.unit else _UNKNOWN_SHARE
-    value = share * now.value
-    value = max(1.0, float(round(value))) if now.unit == "steps" else float(f"{value:.3g}")
-    return Duration(value, now.unit) if value < now.value else None
+    value = share * duration.value
+    value = max(1.0, float(round(value))) if duration.unit == "steps" else float(f"{value:.3g}")
+    return Duration(value, duration.unit) if value < duration.value else None
 
 
 ENOUGH = 0.2
 """The share of a run that is enough for a warm-up, or from one evaluation to the next."""
 
 
-def cut_to(length: Duration, written: Duration, now: Duration) -> Duration | None:
-    """Return a length that takes at most a fifth of the run `now`, or the share that it had of the one `written` for.
+def cut_to(length: Duration, written: Duration, duration: Duration) -> Duration | None:
+    """Return a length that takes at most a fifth of the new `duration`, or the share of the one it was `written` for.
 
     In another unit than the run it gets its share of it, as `keep_share` says. None if that is all of the run.
     """
-    if length.unit != now.unit:
-        return keep_share(length, written, now)
+    if length.unit != duration.unit:
+        return keep_share(length, written, duration)
     share = max(ENOUGH, length.value / written.value if written.unit == length.unit else 0.0)
-    whole = Duration(1.0, now.unit)
-    return length if length.value <= share * now.value else keep_share(Duration(share, now.unit), whole, now)
+    if length.value <= share * duration.value:
+        return length
+    return keep_share(Duration(share, duration.unit), Duration(1.0, duration.unit), duration)
 
 
 @dataclass(frozen=True)
@@ -196,11 +197,11 @@ def show_seconds(seconds: float) -> str:
     """Show a time: `0.8 s`, `42 s`, `3 min 05 s`, `2 h 07 min`, `3 d 04 h`."""
     if seconds < 9.95:  # from here on, one decimal would round to `10.0 s`
         return f"{seconds:.1f} s"
-    whole = round(seconds)
-    if whole < 60:
-        return f"{whole} s"
-    if whole < 3600:
-        return f"{whole // 60} min {whole % 60:02d} s"
+    rounded = round(seconds)
+    if rounded < 60:
+        return f"{rounded} s"
+    if rounded < 3600:
+        return f"{rounded // 60} min {rounded % 60:02d} s"
     minutes = round(seconds / 60)
     if minutes < 1440:
         return f"{minutes // 60} h {minutes % 60:02d} min"
@@ -208,18 +209,19 @@ def show_seconds(seconds: float) -> str:
     return f"{hours // 24} d {hours % 24:02d} h"
 
 
-def show_time(seconds: float, now: float | None = None) -> str:
+def show_time(seconds: float, present: float | None = None) -> str:
     """Show a moment, in seconds since 1970, in local time: `Nov 17 12:04`, or `Nov 17 2025` of another year."""
-    then, today = (time.localtime(moment) for moment in (seconds, time.time() if now is None else now))
-    return time.strftime("%b %d %H:%M" if then.tm_year == today.tm_year else "%b %d %Y", then)
+    moment = time.localtime(seconds)
+    today = time.localtime(time.time() if present is None else present)
+    return time.strftime("%b %d %H:%M" if moment.tm_year == today.tm_year else "%b %d %Y", moment)
 
 
-def parse_moment(text: str, now: float) -> float:
+def parse_moment(text: str, present: float) -> float:
     """Return the moment that a date names, in local time, or that is so long ago: `2026-11-17`, `2 d`, `90 min`."""
     with suppress(ValueError, OverflowError):
         return datetime.fromisoformat(text.strip()).timestamp()
     try:
-        return now - parse_seconds(text)
+        return present - parse_seconds(text)
     except ValueError:
         raise ValueError(f"{text[:_LONGEST]!r} is neither a date, as 2026-11-17, nor a time, as 2d or 90min") from None
 

@@ -479,7 +479,7 @@ def test_a_commit_that_comes_too_late_does_not_end_the_node(
     seen_first = iter([run.latest_generation()])  # when the node looks; the commit looks again
     original = Run.latest_generation
     monkeypatch.setattr(
-        Run, "latest_generation", lambda run, known=None: next(seen_first, None) or original(run, known)
+        Run, "latest_generation", lambda run, earlier=None: next(seen_first, None) or original(run, earlier)
     )
     run.propose(a_generation(2, "another"))
     one.look()

@@ -413,7 +413,7 @@ def test_another_run_and_another_store_are_asked_about_even_with_the_same_code(t
     remember(new_run(first))
     for run in (new_run(first), new_run(other)):
         [review] = reviews(run)
-        assert not review.known
+        assert not review.is_known
         assert reviews(run) == [], "accepted"
 
 

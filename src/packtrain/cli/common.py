@@ -144,7 +144,7 @@ def _about(review: CodeReview) -> Iterator[str]:
     job = review.job
     yield f"{review.reason}:"
     for change in review.changes[:_SHOWN_FILES]:
-        kind = f"{change.kind:<8} " if review.known else ""
+        kind = f"{change.kind:<8} " if review.is_known else ""
         yield f"  {kind}{change.name} ({show_bytes(change.size)})"
     if len(review.changes) > _SHOWN_FILES:
         yield f"  and {len(review.changes) - _SHOWN_FILES} more"

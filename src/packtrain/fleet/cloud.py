@@ -203,7 +203,7 @@ def budget_seconds(run: Run, machines: int | None = None) -> float | None:
     try:
         leases = run.leases()
     except StoreAway as away:
-        if away.known:
+        if away.was_there:
             raise
         leases = []  # the store of a dry run is yet to be created
     used = max((lease.used_seconds for lease in leases), default=0.0)

@@ -292,7 +292,7 @@ def values_of(variables: Sequence[str]) -> dict[str, str]:
     if {"AWS_REGION", KEY_VARIABLES[0]} & {*variables} and (sdk := _sdk_for(variables)) is not None:
         values = {"AWS_REGION": sdk.region, "AWS_ENDPOINT_URL_S3": sdk.endpoint}
         if KEY_VARIABLES[0] in variables:
-            current = sdk.now()
+            current = sdk.current()
             triple = (current.access_key, current.secret_key, current.session_token)
             keys = dict(zip(KEY_VARIABLES, triple, strict=True))
     # The environment has no whole pair of keys then; a token that is left in it belongs to other keys.
@@ -306,7 +306,7 @@ def passed_keys(variables: Sequence[str]) -> str | None:
     sdk = _sdk_for(variables) if KEY_VARIABLES[0] in variables else None
     if sdk is None:
         return None
-    sdk.now()  # before that the SDK may not know when they end
+    sdk.current()  # before that the SDK may not know when they end
     line = f"machines open the store with the current keys of {sdk.title}"
     if sdk.expires is None:
         return line

@@ -44,7 +44,7 @@ _FIRST_RECORDS = ("launches/000001.json", "generations/000001.json", "code.tar.z
 class CopyProgress(Protocol):
     def say(self, text: str) -> None: ...
 
-    def track(self, what: str, total_bytes: int, /) -> AbstractContextManager[Callable[[int], None]]:
+    def track(self, label: str, total_bytes: int, /) -> AbstractContextManager[Callable[[int], None]]:
         """Show a bar; the block calls what it gets with the bytes of each object that is done."""
 
 
@@ -84,8 +84,8 @@ def copy_pack(source: Store, name: str, destination: Store, progress: CopyProgre
 def copy_run(run: Run, destination: Store, progress: CopyProgress) -> CopySummary:
     """Copy a run that is not running, with its pack and the files of its model, or bring an older copy up to date."""
     is_own = is_remembered(run)
-    there = Run(destination, run.name)
-    _check_is_free(run, there)
+    target = Run(destination, run.name)
+    _check_is_free(run, target)
     if state_of(run) == "running":
         raise Mistake(f"{run.name} is running; stop it first (`{run.command('stop')}`), then copy it")
     summary = CopySummary()
@@ -93,41 +93,41 @@ def copy_run(run: Run, destination: Store, progress: CopyProgress) -> CopySummar
         copier = _Copier(run.store, destination, Path(scratch), progress, summary)
         if run.job.recipe is not None:
             copier.pack(run.pack_name())
-        copier.given(run)
-        copied = copier.run(run, there)
+        copier.named_files(run)
+        copied = copier.run(run, target)
     # This person's own run stays theirs; nobody else's becomes it by a copy. Others may write to the destination, too:
     # what they have put there meanwhile is not what was copied.
     copy = Run(destination, run.name)
     try:
         # What was there before had nothing that used it, and may be gone by now.
         require_uses(destination, uses_of(copy))
-        if gone := copied - {entry.key for entry in destination.list(there.folder)}:
+        if gone := copied - {entry.key for entry in destination.list(target.folder)}:
             raise NotFound(f"{min(gone)} was just deleted from {destination.url}; run the same command again")
     except PacktrainError:
-        destination.delete(there.key("job.json"))
+        destination.delete(target.key("job.json"))
         raise
     if is_own and copy.code_digest == run.code_digest:
         remember(copy)
     return summary
 
 
-def _check_is_free(run: Run, there: Run) -> None:
+def _check_is_free(run: Run, target: Run) -> None:
     """Refuse if the name belongs to another run at the destination, or if the run has continued there."""
-    known = {entry.key.removeprefix(there.key("")) for entry in there.store.list(there.folder)}
-    ids = (there.store.identity, run.store.identity)  # of directories, each of which may have several paths
-    if there.store.url == run.store.url or (ids[0] == ids[1] is not None):
+    present = {entry.key.removeprefix(target.key("")) for entry in target.store.list(target.folder)}
+    ids = (target.store.identity, run.store.identity)  # of directories, each of which may have several paths
+    if target.store.url == run.store.url or (ids[0] == ids[1] is not None):
         raise Mistake(f"{run.name} is already in {run.store.url}; name another store")
-    if not known:
+    if not present:
         return
     # A run that has never been started has nothing of its own but its job.
-    first = [name for name in _FIRST_RECORDS if name in known] or ["job.json"]
-    if any(_data(there, name) is not None and _data(run, name) != _data(there, name) for name in first):
-        raise Mistake(f"{there.store.url} has another run {run.name}; copy to another prefix or directory")
+    first = [name for name in _FIRST_RECORDS if name in present] or ["job.json"]
+    if any(_data(target, name) is not None and _data(run, name) != _data(target, name) for name in first):
+        raise Mistake(f"{target.store.url} has another run {run.name}; copy to another prefix or directory")
     # Compared, not only looked for: both may have continued, and then records of the same name differ.
     for folder in ("launches/", "generations/"):
-        newest = max((name for name in known if name.startswith(folder)), default=None)
-        if newest is not None and _data(run, newest) != _data(there, newest):
-            fault = f"{run.name} has continued in {there.store.url} since it was copied"
+        newest = max((name for name in present if name.startswith(folder)), default=None)
+        if newest is not None and _data(run, newest) != _data(target, newest):
+            fault = f"{run.name} has continued in {target.store.url} since it was copied"
             raise Mistake(f"{fault}; copy it from there, or to another prefix or directory")
 
 
@@ -157,20 +157,20 @@ class _Copier:
             self._copy(f"pack {name}", [*files, *([_Item(page.key, page.size)] if page else [])])
             self._put_manifest(pack_key(name, "manifest.json"))
 
-    def given(self, run: Run) -> None:
+    def named_files(self, run: Run) -> None:
         """Copy the files that model options name, and the data of a program; their keys are their digests."""
         entries = [(key, self._source.entry(key)) for key in given_keys(run.job, self._source)]
         files = [_Item(key, entry.size, key.removeprefix(FILES)) for key, entry in entries if entry is not None]
         self._look(FILES)
         self._copy("files that the job names", [item for item in files if self._sizes.get(item.key) != item.size])
 
-    def run(self, run: Run, there: Run) -> set[str]:
+    def run(self, run: Run, target: Run) -> set[str]:
         """Copy what is in the run's folder; return the keys of all that is there now."""
         checkpoints = {
-            manifest_key(run, one.name): [
-                _Item(file_key(run, one.name, file.name), file.bytes, file.sha256) for file in one.files
+            manifest_key(run, checkpoint.name): [
+                _Item(file_key(run, checkpoint.name, file.name), file.bytes, file.sha256) for file in checkpoint.files
             ]
-            for one in committed(run, self._progress.say)
+            for checkpoint in committed(run, self._progress.say)
         }
         entries = self._source.list(run.folder)
         folder = run.key("checkpoints/")  # without a manifest, what is there was never committed
@@ -178,24 +178,24 @@ class _Copier:
         records = [item for item in records if item.key != run.key("job.json")]
         self._look(run.folder)
         missing = {key: files for key, files in checkpoints.items() if not self._is_whole(key, files)}
-        wanted = {run.key("job.json"), *checkpoints, *(item.key for item in records)}
-        wanted |= {item.key for files in checkpoints.values() for item in files}
-        if run.key("job.json") in self._sizes and wanted != self._sizes.keys():
+        contents = {run.key("job.json"), *checkpoints, *(item.key for item in records)}
+        contents |= {item.key for files in checkpoints.values() for item in files}
+        if run.key("job.json") in self._sizes and contents != self._sizes.keys():
             self._destination.delete(run.key("job.json"))  # until it is up to date, it is no run
         files = [item for files in missing.values() for item in files]
         leases = [item for item in records if item.key.startswith(run.key("nodes/"))]
-        others = [item for item in records if not item.key.startswith(run.key("nodes/"))]
-        self._copy(run.name, [*others, *files])
+        other_records = [item for item in records if not item.key.startswith(run.key("nodes/"))]
+        self._copy(run.name, [*other_records, *files])
         # Last: a launch that is newer than every lease means that machines are still to come.
         self._copy("leases of its machines", [_as_left(run, item) for item in leases])
         for key in missing:
             self._put_manifest(key)
         # A manifest first: without its files a checkpoint must not seem to exist.
-        surplus = sorted(self._sizes.keys() - wanted, key=lambda key: not key.endswith("/manifest.json"))
+        surplus = sorted(self._sizes.keys() - contents, key=lambda key: not key.endswith("/manifest.json"))
         for key in surplus:
             self._destination.delete(key)
-        self._destination.put(there.key("job.json"), run.job_data)
-        return wanted
+        self._destination.put(target.key("job.json"), run.job_data)
+        return contents
 
     def _look(self, prefix: str) -> None:
         self._sizes = {entry.key: entry.size for entry in self._destination.list(prefix)}
@@ -211,12 +211,12 @@ class _Copier:
 
     # One object after the other.
 
-    def _copy(self, what: str, items: Sequence[_Item]) -> None:
+    def _copy(self, label: str, items: Sequence[_Item]) -> None:
         if not items:
             return
         pool = ThreadPoolExecutor(_THREADS)
         try:
-            with self._progress.track(what, sum(item.size for item in items)) as advance:
+            with self._progress.track(label, sum(item.size for item in items)) as advance:
                 for item, copied in zip(items, pool.map(self._copy_one, items), strict=True):
                     self._summary.add(item, copied)
                     advance(item.size)

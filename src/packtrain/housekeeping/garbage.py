@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import shutil
 import time
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -55,17 +55,18 @@ def check_age(seconds: float) -> None:
 
 def unused_in_store(store: Store, older_seconds: float) -> list[Unused]:
     """Return packs and files that no run uses, and what killed commands left, each older than that."""
-    now = _now(store)
-    found = []
+    store_now = _store_now(store)
+    unused = []
     for kind, name, entries in _candidates(store, all_uses(store)):
-        age = now - max((entry.modified.timestamp() for entry in entries), default=now)
+        age = store_now - max((entry.modified.timestamp() for entry in entries), default=store_now)
         # The rest of a run that was removed has nobody who could still want it.
         if entries and (age >= older_seconds or kind == REMOVED):
-            found.append(Unused("store", kind, name, sum(one.size for one in entries), age, entries=tuple(entries)))
-    return found
+            size = sum(entry.size for entry in entries)
+            unused.append(Unused("store", kind, name, size, age, entries=tuple(entries)))
+    return unused
 
 
-def _now(store: Store) -> float:
+def _store_now(store: Store) -> float:
     clock = store_time(store)
     return time.time() if clock is None else clock.timestamp()
 
@@ -87,41 +88,40 @@ def _candidates(store: Store, used: Uses) -> Iterator[tuple[str, str, list[Entry
     yield from (("scratch", entry.key, [entry]) for entry in store.list("scratch/"))
 
 
-def delete_from_store(store: Store, found: Iterable[Unused], say: Callable[[str], None]) -> list[Unused]:
+def delete_from_store(store: Store, candidates: Sequence[Unused], say: Callable[[str], None]) -> list[Unused]:
     """Delete what was found, unless something uses it by now; return what was deleted."""
-    forget_killed(store, _now(store))
-    things = list(found)
+    forget_killed(store, _store_now(store))
     packs, runs = (
-        frozenset(thing.name.removeprefix(folder) for thing in things if thing.name.startswith(folder))
+        frozenset(candidate.name.removeprefix(folder) for candidate in candidates if candidate.name.startswith(folder))
         for folder in (PACKS, RUNS)
     )
-    files = frozenset(thing.name for thing in things if thing.kind == FILE)
-    done = []
+    files = frozenset(candidate.name for candidate in candidates if candidate.kind == FILE)
+    deleted = []
     with discarding(store, Uses(packs, files, runs)) as free:
-        for thing in things:
+        for candidate in candidates:
             deletable = free()
             in_use = (
-                (thing.name.startswith(PACKS) and thing.name.removeprefix(PACKS) not in deletable.packs)
-                or (thing.name.startswith(RUNS) and thing.name.removeprefix(RUNS) not in deletable.runs)
-                or (thing.kind == FILE and thing.name not in deletable.files)
+                (candidate.name.startswith(PACKS) and candidate.name.removeprefix(PACKS) not in deletable.packs)
+                or (candidate.name.startswith(RUNS) and candidate.name.removeprefix(RUNS) not in deletable.runs)
+                or (candidate.kind == FILE and candidate.name not in deletable.files)
             )
             if in_use:
-                say(f"kept {thing.name}: a run now uses it")
+                say(f"kept {candidate.name}: a run now uses it")
             # Somebody may be making the same pack, or copying the same run, again.
-            elif thing.kind != FILE and _listed(store, thing) != sorted(thing.entries, key=_key):
-                say(f"kept {thing.name}: it is being written")
+            elif candidate.kind != FILE and _listed(store, candidate) != sorted(candidate.entries, key=_key):
+                say(f"kept {candidate.name}: it is being written")
             else:
                 # The manifest first: without it, there is no pack.
-                for key in sorted(map(_key, thing.entries), key=lambda key: not key.endswith("/manifest.json")):
+                for key in sorted(map(_key, candidate.entries), key=lambda key: not key.endswith("/manifest.json")):
                     free()  # of many objects, this may take hours, and the machine may be suspended meanwhile
                     store.delete(key)
-                done.append(thing)
-    return done
+                deleted.append(candidate)
+    return deleted
 
 
-def _listed(store: Store, one: Unused) -> list[Entry]:
-    entry = store.entry(one.name) if one.kind == "scratch" else None
-    return store.list(one.name) if entry is None else [entry]
+def _listed(store: Store, candidate: Unused) -> list[Entry]:
+    entry = store.entry(candidate.name) if candidate.kind == "scratch" else None
+    return store.list(candidate.name) if entry is None else [entry]
 
 
 def _key(entry: Entry) -> str:
@@ -133,8 +133,8 @@ def _key(entry: Entry) -> str:
 
 def unused_here(older_seconds: float) -> list[Unused]:
     """Return what this machine can fetch again and no process uses, each unused for longer than that."""
-    cache, now = cache_directory(), time.time()
-    found = [
+    cache, moment = cache_directory(), time.time()
+    unused = [
         Unused("cache", "file of a pack", sha256, size, age)
         for sha256, size, age in FileCache(cache / "packs").unused(older_seconds)
     ]
@@ -147,33 +147,33 @@ def unused_here(older_seconds: float) -> list[Unused]:
     places += [("scratch", path) for pattern in _SCRATCH for path in cache.glob(pattern)]
     for kind, path in places:
         size, used = _measure(path)
-        if now - used >= older_seconds:
+        if moment - used >= older_seconds:
             name = str(path.relative_to(cache))
-            found.append(Unused("cache", kind, name, size, now - used, path=path))
-    return found
+            unused.append(Unused("cache", kind, name, size, moment - used, path=path))
+    return unused
 
 
-def delete_here(found: Iterable[Unused], older_seconds: float) -> list[Unused]:
+def delete_here(candidates: Sequence[Unused], older_seconds: float) -> list[Unused]:
     """Delete what was found, unless a process uses it by now; return what was deleted."""
-    files, done = FileCache(cache_directory() / "packs"), []
-    for one in found:
-        if one.path is None:
-            is_gone = files.remove_unused(one.name, older_seconds)
-        elif time.time() - _measure(one.path)[1] < older_seconds:
+    files, deleted = FileCache(cache_directory() / "packs"), []
+    for candidate in candidates:
+        if candidate.path is None:
+            is_gone = files.remove_unused(candidate.name, older_seconds)
+        elif time.time() - _measure(candidate.path)[1] < older_seconds:
             is_gone = False
-        elif one.kind == "code":
-            is_gone = remove_unpacked(one.path)
-        elif one.kind == "lock":
-            is_gone = is_free(one.path) and _remove(one.path)
-        elif one.kind == "compiled code":
-            is_gone = not _has_live_nodes() and _remove(one.path)
-        elif one.kind == "data of a program":
-            is_gone = not _has_live_nodes() and _remove_locked(one.path)
+        elif candidate.kind == "code":
+            is_gone = remove_unpacked(candidate.path)
+        elif candidate.kind == "lock":
+            is_gone = is_free(candidate.path) and _remove(candidate.path)
+        elif candidate.kind == "compiled code":
+            is_gone = not _has_live_nodes() and _remove(candidate.path)
+        elif candidate.kind == "data of a program":
+            is_gone = not _has_live_nodes() and _remove_locked(candidate.path)
         else:
-            is_gone = _remove(one.path)
+            is_gone = _remove(candidate.path)
         if is_gone:
-            done.append(one)
-    return done
+            deleted.append(candidate)
+    return deleted
 
 
 def _below(directory: Path) -> list[Path]:
@@ -183,12 +183,12 @@ def _below(directory: Path) -> list[Path]:
 def _measure(path: Path) -> tuple[int, float]:
     """Return the bytes of a file or folder, and when any of it was last read or put here, as far as is known."""
     size, used = 0, 0.0
-    for one in (path, *path.rglob("*")) if path.is_dir() else (path,):
+    for file in (path, *path.rglob("*")) if path.is_dir() else (path,):
         with suppress(FileNotFoundError):
-            status = one.lstat()
+            status = file.lstat()
             # Not the time of its contents, which is that of the original.
-            used = max(used, status.st_ctime, 0.0 if one.is_dir() else status.st_atime)
-            size += 0 if one.is_dir() else status.st_size
+            used = max(used, status.st_ctime, 0.0 if file.is_dir() else status.st_atime)
+            size += 0 if file.is_dir() else status.st_size
     return size, used
 
 

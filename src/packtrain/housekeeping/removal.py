@@ -70,62 +70,66 @@ def clear_sweep(sweep: Sweep) -> None:
     _delete(sweep.store, [entry.key for entry in sweep.store.list(sweep.key(""))])
 
 
-def rename_run(store: Store, old: str, new: str, check: Check) -> Run:
+def rename_run(store: Store, name: str, new_name: str, check: Check) -> Run:
     """Give a run another name, or continue to do so. It has the old name until the new one is complete."""
-    run, there = Run(store, old), Run(store, new)
-    was = removed_run(store, old)
-    if was is not None and was.renamed_to == new and not store.exists(run.key("job.json")):
+    run, target = Run(store, name), Run(store, new_name)
+    was = removed_run(store, name)
+    if was is not None and was.renamed_to == new_name and not store.exists(run.key("job.json")):
         _delete(store, _keys(run))
-        return there
+        return target
     created = store.entry(run.key("job.json"))
     if created is None:
-        raise NotFound(f"no run {quoted(old)} in {store.url}; `packtrain ls` lists the runs")
-    _check_name(store, old, new)
+        raise NotFound(f"no run {quoted(name)} in {store.url}; `packtrain ls` lists the runs")
+    _check_name(store, name, new_name)
     launches = _launches(run)  # before the copy, which may take long
     check(run)
     _check_is_single(run)
-    is_own, known = is_remembered(run), renamed_run(store, old)
-    claim = RenamedRun(time.time(), this_client(), old, known.created if known else created.modified.timestamp())
-    if not store.put_if_absent(renamed_key(new), encode(claim)):
-        other = renamed_run(store, new)
-        if other is None or other.former != old:
-            raise Mistake(f"{new} is the name of another run; choose another name")
-    if store.exists(there.key("job.json")) and _launches(there) != launches:
-        raise Mistake(f"{old} and {new} are copies of one run that both exist; remove one with `packtrain rm`")
-    copied = _copy(run, there)
+    is_own, former_claim = is_remembered(run), renamed_run(store, name)
+    created_at = former_claim.created if former_claim else created.modified.timestamp()
+    claim = RenamedRun(time.time(), this_client(), name, created_at)
+    if not store.put_if_absent(renamed_key(new_name), encode(claim)):
+        claimed = renamed_run(store, new_name)
+        if claimed is None or claimed.former != name:
+            raise Mistake(f"{new_name} is the name of another run; choose another name")
+    if store.exists(target.key("job.json")) and _launches(target) != launches:
+        raise Mistake(f"{name} and {new_name} are copies of one run that both exist; remove one with `packtrain rm`")
+    copied = _copy(run, target)
     try:
         # A deletion that has listed the runs before there was a new name must find the old one.
-        refuse_discarded(store, uses_of(there))
-        if gone := copied - set(_keys(there)):
+        refuse_discarded(store, uses_of(target))
+        if gone := copied - set(_keys(target)):
             raise NotFound(f"{min(gone)} was just deleted from {store.url}; run the same command again")
-        _leave_name(run, RemovedRun(time.time(), this_client(), renamed_to=new), launches)
+        _leave_name(run, RemovedRun(time.time(), this_client(), renamed_to=new_name), launches)
     except PacktrainError:
-        _delete(store, [there.key("job.json"), *_keys(there), renamed_key(new)])
+        _delete(store, [target.key("job.json"), *_keys(target), renamed_key(new_name)])
         raise
-    if is_own and there.code_digest == run.code_digest:  # others may have written to the store meanwhile
-        remember(there)
+    if is_own and target.code_digest == run.code_digest:  # others may have written to the store meanwhile
+        remember(target)
     _delete(store, _keys(run))
     forget(run)
-    return Run(store, new)
+    return Run(store, new_name)
 
 
-def _check_name(store: Store, old: str, new: str) -> None:
+def _check_name(store: Store, name: str, new_name: str) -> None:
     """Refuse a name that belongs to something, or that would make the newest run of a job another one."""
-    if not is_name(new):
-        raise Mistake(f"{quoted(new)} is not a valid run name; names consist of a-z, 0-9 and -, at most 63 of them")
-    stem, number = split_name(new)
+    if not is_name(new_name):
+        fault = "names consist of a-z, 0-9 and -, at most 63 of them"
+        raise Mistake(f"{quoted(new_name)} is not a valid run name; {fault}")
+    stem, number = split_name(new_name)
     if number:
         advice = "choose a name that does not end in a hyphen and a number"
-        raise Mistake(f"{new} would be taken for run {number} of the job {stem}; {advice}")
-    if removed_run(store, new) is not None:
-        raise Mistake(f"{new} was the name of a run that was removed or renamed; choose another name")
-    claim = renamed_run(store, new)
-    if claim is not None and claim.former == old:
+        raise Mistake(f"{new_name} would be taken for run {number} of the job {stem}; {advice}")
+    if removed_run(store, new_name) is not None:
+        raise Mistake(f"{new_name} was the name of a run that was removed or renamed; choose another name")
+    claim = renamed_run(store, new_name)
+    if claim is not None and claim.former == name:
         return
-    if claim is not None or store.list(Run(store, new).folder):
-        raise Mistake(f"{new} is the name of another run; choose another name")
-    if new == Run(store, old).job.name or any(split_name(name)[0] == new for name in run_names(store)):
-        raise Mistake(f"{new} is the name of a job, and stands for its newest run; choose another name")
+    if claim is not None or store.list(Run(store, new_name).folder):
+        raise Mistake(f"{new_name} is the name of another run; choose another name")
+    if new_name == Run(store, name).job.name or any(
+        split_name(run_name)[0] == new_name for run_name in run_names(store)
+    ):
+        raise Mistake(f"{new_name} is the name of a job, and stands for its newest run; choose another name")
 
 
 def _check_is_single(run: Run) -> None:
@@ -140,11 +144,11 @@ def _leave_name(run: Run, record: RemovedRun, launches: set[str]) -> None:
     """Make the folder no run, unless somebody has started machines for it since it had those launches."""
     store, job = run.store, run.job_data
     if not store.put_if_absent(removed_key(run.name), encode(record)):
-        other = removed_run(store, run.name)
-        if other is not None and other.renamed_to != record.renamed_to:
-            what = f"renamed to {other.renamed_to}" if other.renamed_to else "removed"
+        earlier = removed_run(store, run.name)
+        if earlier is not None and earlier.renamed_to != record.renamed_to:
+            fate = f"renamed to {earlier.renamed_to}" if earlier.renamed_to else "removed"
             raise Mistake(
-                f"{run.name} is being {what} by {other.client}; let that finish, or repeat it if it was killed"
+                f"{run.name} is being {fate} by {earlier.client}; let that finish, or repeat it if it was killed"
             )
     # It may have been changed since it was checked; from now on, a change is withdrawn.
     job = store.find(run.key("job.json"), MAX_RECORD_BYTES) or job
@@ -155,17 +159,17 @@ def _leave_name(run: Run, record: RemovedRun, launches: set[str]) -> None:
         raise Mistake(f"{run.name} was resumed at this moment, and stays; stop it first: `packtrain stop {run.name}`")
 
 
-def _copy(run: Run, there: Run) -> set[str]:
+def _copy(run: Run, target: Run) -> set[str]:
     """Copy everything, the job last; return the keys of the copies."""
-    store, own = run.store, run.key("job.json")
-    known = {entry.key: entry.size for entry in store.list(there.folder)}
+    store, job_key = run.store, run.key("job.json")
+    sizes_there = {entry.key: entry.size for entry in store.list(target.folder)}
     sizes = {entry.key: entry.size for entry in store.list(run.folder)}
-    targets = {key: there.key(key.removeprefix(run.key(""))) for key in sizes if key != own}
-    _delete(store, [key for key in known if key not in targets.values()])
+    targets = {key: target.key(key.removeprefix(run.key(""))) for key in sizes if key != job_key}
+    _delete(store, [key for key in sizes_there if key not in targets.values()])
 
     def copy(key: str) -> None:
         # The names of checkpoints are unique, so a file of one is not copied twice.
-        if key.startswith(run.key("checkpoints/")) and known.get(targets[key]) == sizes[key]:
+        if key.startswith(run.key("checkpoints/")) and sizes_there.get(targets[key]) == sizes[key]:
             return
         if not key.startswith(run.key("nodes/")):
             store.copy(key, targets[key])
@@ -174,16 +178,16 @@ def _copy(run: Run, there: Run) -> set[str]:
         lease = decode(Lease, store.get(key), f"{key} in {store.url}")
         store.put(targets[key], encode(replace(lease, left=True)))
 
-    _each(copy, targets)
-    store.copy(own, there.key("job.json"))
-    return {*targets.values(), there.key("job.json")}
+    _in_parallel(copy, targets)
+    store.copy(job_key, target.key("job.json"))
+    return {*targets.values(), target.key("job.json")}
 
 
 def _delete(store: Store, keys: Iterable[str]) -> None:
-    _each(store.delete, keys)
+    _in_parallel(store.delete, keys)
 
 
-def _each(work: Callable[[str], None], keys: Iterable[str]) -> None:
+def _in_parallel(work: Callable[[str], None], keys: Iterable[str]) -> None:
     pool = ThreadPoolExecutor(_THREADS)
     try:
         list(pool.map(work, keys))

@@ -20,7 +20,7 @@ PARTS: Mapping[str, tuple[str, ...]] = {
 """Folders and objects of a run by what they are for; the rest is `other`."""
 OTHER = "other"
 _READERS = 16
-_PART_OF = {name: part for part, names in PARTS.items() for name in names}
+_PURPOSE_OF = {name: purpose for purpose, names in PARTS.items() for name in names}
 
 
 @dataclass(frozen=True)
@@ -51,24 +51,24 @@ class StoreUsage:
 
 def usage_of(name: str, entries: Iterable[Entry]) -> RunUsage:
     """Return what the objects of a run take; keys are those of the store."""
-    parts: Counter[str] = Counter()
+    sizes: Counter[str] = Counter()
     for entry in entries:
         top = entry.key.split("/")[2] if entry.key.count("/") >= 2 else ""
-        parts[_PART_OF.get(top, OTHER)] += entry.size
-    return RunUsage(name, {part: parts[part] for part in (*PARTS, OTHER)})
+        sizes[_PURPOSE_OF.get(top, OTHER)] += entry.size
+    return RunUsage(name, {purpose: sizes[purpose] for purpose in (*PARTS, OTHER)})
 
 
 def store_usage(store: Store) -> StoreUsage:
     """List everything in a store, run by run: a list of all at once could be too large for memory."""
     runs = [name for name in store.folders("runs/") if is_name(name)]
     packs = store.folders("packs/")
-    others = [name for name in store.folders("") if f"{name}/" not in ("runs/", "packs/", FILES)]
+    other_folders = [name for name in store.folders("") if f"{name}/" not in ("runs/", "packs/", FILES)]
     with ThreadPoolExecutor(_READERS) as readers:
         return StoreUsage(
             tuple(readers.map(lambda name: usage_of(name, store.list(f"runs/{name}")), runs)),
             dict(zip(packs, readers.map(lambda name: _bytes(store, f"packs/{name}"), packs), strict=True)),
             _bytes(store, FILES),
-            sum(_bytes(store, name) for name in others),
+            sum(_bytes(store, name) for name in other_folders),
         )
 
 

@@ -41,14 +41,14 @@ class Uses:
     files: frozenset[str] = frozenset()
     runs: frozenset[str] = frozenset()
 
-    def __or__(self, other: Uses) -> Uses:
-        return Uses(self.packs | other.packs, self.files | other.files, self.runs | other.runs)
+    def __or__(self, uses: Uses) -> Uses:
+        return Uses(self.packs | uses.packs, self.files | uses.files, self.runs | uses.runs)
 
-    def __and__(self, other: Uses) -> Uses:
-        return Uses(self.packs & other.packs, self.files & other.files, self.runs & other.runs)
+    def __and__(self, uses: Uses) -> Uses:
+        return Uses(self.packs & uses.packs, self.files & uses.files, self.runs & uses.runs)
 
-    def __sub__(self, other: Uses) -> Uses:
-        return Uses(self.packs - other.packs, self.files - other.files, self.runs - other.runs)
+    def __sub__(self, uses: Uses) -> Uses:
+        return Uses(self.packs - uses.packs, self.files - uses.files, self.runs - uses.runs)
 
 
 def uses_of(run: Run) -> Uses:
@@ -75,19 +75,19 @@ def all_uses(store: Store) -> Uses:
 
 
 @contextmanager
-def discarding(store: Store, wanted: Uses) -> Iterator[Callable[[], Uses]]:
+def discarding(store: Store, unwanted: Uses) -> Iterator[Callable[[], Uses]]:
     """Announce a deletion, and give what may be deleted of it: no run uses that, and none that starts now will.
 
     It is asked before each object is deleted, and raises an error once somebody has removed the announcement.
     """
     name = uuid.uuid4().hex
     key, path = f"{_FOLDER}{name}.json", _lock_path(name)
-    names = [tuple(sorted(part)) for part in (wanted.packs, wanted.files, wanted.runs)]
+    names = [tuple(sorted(names_of_kind)) for names_of_kind in (unwanted.packs, unwanted.files, unwanted.runs)]
     path.parent.mkdir(mode=0o700, exist_ok=True)
     with FileLock(path):
         store.put(key, encode(Discarding(time.time(), this_client(), *names)))
         try:
-            unused = wanted - all_uses(store)
+            unused = unwanted - all_uses(store)
 
             def still_unused() -> Uses:
                 if not store.exists(key):
@@ -100,10 +100,10 @@ def discarding(store: Store, wanted: Uses) -> Iterator[Callable[[], Uses]]:
             path.unlink(missing_ok=True)
 
 
-def forget_killed(store: Store, now: float) -> None:
+def forget_killed(store: Store, store_now: float) -> None:
     """Remove the announcements of deletions that were killed; what they did not delete is found again.
 
-    `now` is the time by the store's clock.
+    `store_now` is the time by the store's clock.
     """
     for entry, record in announced(store):
         # Another cache, or another machine with a user of the same name, does not have the lock.
@@ -111,7 +111,7 @@ def forget_killed(store: Store, now: float) -> None:
         if record.client == this_client() and is_free(path):
             store.delete(entry.key)
             path.unlink(missing_ok=True)
-        elif now - entry.modified.timestamp() > _FORGOTTEN_SECONDS:
+        elif store_now - entry.modified.timestamp() > _FORGOTTEN_SECONDS:
             store.delete(entry.key)
 
 
@@ -144,11 +144,11 @@ def require_uses(store: Store, used: Uses) -> None:
 
 def announced(store: Store) -> list[tuple[Entry, Discarding]]:
     """Return the deletions that are under way, or were killed, with their objects."""
-    found = [(entry, store.find(entry.key, MAX_RECORD_BYTES)) for entry in store.list(_FOLDER)]
+    records = [(entry, store.find(entry.key, MAX_RECORD_BYTES)) for entry in store.list(_FOLDER)]
     try:
         return [
             (entry, decode(Discarding, data, f"{entry.key} in {store.url}"))
-            for entry, data in found
+            for entry, data in records
             if data is not None
         ]
     except DamagedRecord as error:

@@ -75,12 +75,12 @@ def check(
         loaded.file, loaded.text, loaded.overrides, *git_commit(loaded.code), directory=str(loaded.directory)
     )
     recipe = None if job.recipe is None else recipe_class(job.recipe, loaded.code)
-    new = NewRun(store, job, code.archive, packed, source, recipe, notes=notes)
+    new_run = NewRun(store, job, code.archive, packed, source, recipe, notes=notes)
     if parent is None or parent_run is None:
-        return new
-    record, lines = choose(parent_run, parent, new)
+        return new_run
+    record, lines = choose(parent_run, parent, new_run)
     job = job.model_copy(update={"parent": record})
-    return replace(new, job=job, parent=parent_run, notes=[*notes, *(("from", line) for line in lines)])
+    return replace(new_run, job=job, parent=parent_run, notes=[*notes, *(("from", line) for line in lines)])
 
 
 def _named_parent(loaded: LoadedJob, parent: ParentName | None) -> ParentName | None:

@@ -51,40 +51,40 @@ class NewRun:
         return Uses(packs, frozenset(given_keys(self.job, self.store)))
 
 
-def create(new: NewRun, tell: Tell = lambda _label, _line: None) -> Run:
+def create(new_run: NewRun, tell: Tell = lambda _label, _line: None) -> Run:
     """Create the run; `tell` gets its notes, and another if the weights of another run do not fit as a whole."""
-    for label, line in new.notes:
+    for label, line in new_run.notes:
         tell(label, line)
-    run = create_with(new, lambda: create_run(new.store, new.job, new.code, new.pack_name), tell)
+    run = create_with(new_run, lambda: create_run(new_run.store, new_run.job, new_run.code, new_run.pack_name), tell)
     try:
-        require_uses(new.store, new.uses)
+        require_uses(new_run.store, new_run.uses)
     except PacktrainError:
         remove_run(run, lambda _: None)
         raise
-    if new.pack is not None:
+    if new_run.pack is not None:
         from packtrain.plan.known import expected
 
         with suppress(PacktrainError):  # a run does not need it: whatever is wrong shows when it starts
-            if (forecast := expected(run, new.pack)) is not None:
+            if (forecast := expected(run, new_run.pack)) is not None:
                 run.put_forecast(forecast)  # the report says later how far that was off
     return run
 
 
-def create_with(new: NewRun, make: Callable[[], Run], tell: Tell = lambda _label, _line: None) -> Run:
+def create_with(new_run: NewRun, make: Callable[[], Run], tell: Tell = lambda _label, _line: None) -> Run:
     """Let `make` put the run into the store, and give it everything else that it starts with."""
     with ExitStack() as stack:
         give = None
-        if new.parent is not None:  # fetched first: what cannot be read leaves no run behind
-            give = stack.enter_context(fetched(new, new.parent, partial(tell, "from")))
+        if new_run.parent is not None:  # fetched first: what cannot be read leaves no run behind
+            give = stack.enter_context(fetched(new_run, new_run.parent, partial(tell, "from")))
         run = make()
         try:
             if give is not None:
                 give(run)
         except BaseException:
-            new.store.delete(run.key("job.json"))  # without its beginning it must not be resumed
+            new_run.store.delete(run.key("job.json"))  # without its beginning it must not be resumed
             raise
     if run.source() is None:  # a run of a sweep may have been left half made
-        run.put_source(new.source)
+        run.put_source(new_run.source)
     # What was accepted of it before still counts: its driver may have given it another part of the fleet.
     remember(run, instead=False)
     return run

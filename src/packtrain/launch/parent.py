@@ -88,10 +88,10 @@ def find_parent(name: ParentName, store: Store, job: Job) -> Run:
     return parent
 
 
-def choose(parent: Run, name: ParentName, new: NewRun) -> tuple[Parent, list[str]]:
+def choose(parent: Run, name: ParentName, new_run: NewRun) -> tuple[Parent, list[str]]:
     """Choose the checkpoint, and decide between a fork and the weights alone; return that, and lines that say it."""
-    job = new.job
-    differences = [] if job.recipe is None else _differences(parent, new)
+    job = new_run.job
+    differences = [] if job.recipe is None else _differences(parent, new_run)
     is_fork = job.recipe is None or not (name.fresh or differences)
     checkpoint = candidates(parent, name.choice or ("last" if is_fork else "best"))[0]
     if checkpoint.format != FORMAT:
@@ -132,44 +132,44 @@ def _in_words(parent: Run, record: Parent, job: Job, differences: Sequence[str])
 
 
 @contextmanager
-def fetched(new: NewRun, parent: Run, say: Callable[[str], None]) -> Iterator[Callable[[Run], object]]:
+def fetched(new_run: NewRun, parent: Run, say: Callable[[str], None]) -> Iterator[Callable[[Run], object]]:
     """Fetch and check all that a new run takes from its parent; what this yields gives it to the new run.
 
     `say` gets a line about what of the weights fits another model.
     """
-    record = new.job.parent
+    record = new_run.job.parent
     assert record is not None
     with tempfile.TemporaryDirectory(prefix="from-", dir=cache_directory()) as folder:
         directory = Path(folder)
         checkpoint = _chosen(parent, record)
         fetch(parent, checkpoint, directory)
         if record.takes == "everything":
-            if new.pack is not None:
-                _check_goal(record, new.job, directory)
-                _name_pack(directory, new.pack.name)
+            if new_run.pack is not None:
+                _check_goal(record, new_run.job, directory)
+                _name_pack(directory, new_run.pack.name)
             files = {file.name: directory / file.name for file in checkpoint.files}
             # In generation 0, before all that the run makes itself: its first workers resume from it.
             yield lambda run: commit(run, checkpoint.step, 0, checkpoint.score, files, checkpoint.reached)
             return
-        assert new.pack is not None and new.recipe is not None
+        assert new_run.pack is not None and new_run.recipe is not None
         manifest = find_manifest(parent.store, parent.pack_name())
         if manifest is None:
             raise Mistake(
                 f"the pack of {parent.name} is gone from {parent.store.url}, and with it the names of its rows"
             )
-        _check_rows(new.recipe, manifest, new.pack)
+        _check_rows(new_run.recipe, manifest, new_run.pack)
         _rename_weights(directory, EMA_FILE if record.takes == "ema" else MODEL_FILE)
         if manifest.vocabulary is not None:
             key, limit = pack_key(manifest.name, manifest.vocabulary.name), manifest.vocabulary.bytes
             parent.store.get_file(key, directory / VOCABULARY_FILE, limit=limit)
         weights = record_of(directory, manifest.classes)
-        is_other_model = any(field.startswith(("model.", "code")) for field in _differences(parent, new))
+        is_other_model = any(field.startswith(("model.", "code")) for field in _differences(parent, new_run))
         if is_other_model and find_spec("torch") is not None:
             from packtrain.train.weights import check_parent_fit
 
             # Where the model is the same, it fits; a client without torch leaves the question to the workers.
-            data = Pack(new.store, new.pack.name, cache_directory() / "packs", manifest=new.pack)
-            say(check_parent_fit(new.recipe(new.job, data), directory, weights).in_words)
+            data = Pack(new_run.store, new_run.pack.name, cache_directory() / "packs", manifest=new_run.pack)
+            say(check_parent_fit(new_run.recipe(new_run.job, data), directory, weights).in_words)
         yield lambda run: put_weights(run, directory, weights)
 
 
@@ -181,24 +181,24 @@ def _chosen(parent: Run, record: Parent) -> Checkpoint:
     return read_manifest(record.checkpoint, data)
 
 
-def _differences(parent: Run, new: NewRun) -> list[str]:
+def _differences(parent: Run, new_run: NewRun) -> list[str]:
     """Return what makes a new job train differently from a run, as fields of the job."""
-    fields = other_training(parent.job, new.job)
+    fields = other_training(parent.job, new_run.job)
     # The digest at the end of its name says what is in a pack; the rest is the name of its job.
-    same = new.pack is not None and parent.pack_name().rpartition("-")[2] == new.pack.name.rpartition("-")[2]
-    weights = [[source.weight for source in job.data.train] for job in (parent.job, new.job)]
+    same = new_run.pack is not None and parent.pack_name().rpartition("-")[2] == new_run.pack.name.rpartition("-")[2]
+    weights = [[source.weight for source in job.data.train] for job in (parent.job, new_run.job)]
     if not same or weights[0] != weights[1]:
         fields.append("data")
-    if new.job.has_own_code and hashlib.sha256(parent.code).digest() != hashlib.sha256(new.code).digest():
+    if new_run.job.has_own_code and hashlib.sha256(parent.code).digest() != hashlib.sha256(new_run.code).digest():
         fields.append("code")
     return fields
 
 
 def _rename_weights(directory: Path, name: str) -> None:
-    parts = parts_of(name, [path.name for path in directory.iterdir()])
-    for number, part in enumerate(parts):
-        new = WEIGHTS_FILE if part == name else part_name(WEIGHTS_FILE, number, len(parts))
-        (directory / part).rename(directory / new)
+    file_names = parts_of(name, [path.name for path in directory.iterdir()])
+    for number, file_name in enumerate(file_names):
+        weights = WEIGHTS_FILE if file_name == name else part_name(WEIGHTS_FILE, number, len(file_names))
+        (directory / file_name).rename(directory / weights)
 
 
 @dataclass(frozen=True)

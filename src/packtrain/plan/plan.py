@@ -216,7 +216,7 @@ def _existing(loaded: LoadedJob) -> tuple[Manifest | None, Store | None]:
     except FieldMistake as mistake:
         raise loaded.mistake(mistake.field, mistake.fault) from None
     except StoreAway as away:
-        if away.known:
+        if away.was_there:
             raise
         complete = False  # the first run creates it
     if not complete and job.data.pack is not None:

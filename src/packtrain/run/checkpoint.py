@@ -69,8 +69,8 @@ def checkpoint_name(step: int, generation: int) -> str:
 
 def generation_of(name: str) -> int | None:
     """Return the generation in a checkpoint's name; None if the name is of something else."""
-    parts = name.split("-")
-    return int(parts[1]) if len(parts) == 3 and parts[1].isdigit() else None
+    pieces = name.split("-")
+    return int(pieces[1]) if len(pieces) == 3 and pieces[1].isdigit() else None
 
 
 def commit(
@@ -122,8 +122,8 @@ def part_name(name: str, rank: int, num_ranks: int) -> str:
 
 def whole_name(name: str) -> str:
     """Return the name of the file that a file is a part of; its own name if it is none."""
-    found = _PART.fullmatch(name)
-    return name if found is None else f"{found['stem']}{found['suffix']}"
+    match = _PART.fullmatch(name)
+    return name if match is None else f"{match['stem']}{match['suffix']}"
 
 
 def parts_of(name: str, present: Iterable[str]) -> list[str]:
@@ -131,10 +131,10 @@ def parts_of(name: str, present: Iterable[str]) -> list[str]:
     names = set(present)
     if name in names:
         return [name]
-    found = [part for part in map(_PART.fullmatch, names) if part is not None and whole_name(part.string) == name]
-    counts = {int(part["count"]) for part in found}
-    wanted = [part_name(name, rank, max(counts)) for rank in range(max(counts))] if counts else []
-    return wanted if len(counts) == 1 and names.issuperset(wanted) else []
+    matches = [match for match in map(_PART.fullmatch, names) if match is not None and whole_name(match.string) == name]
+    counts = {int(match["count"]) for match in matches}
+    complete = [part_name(name, rank, max(counts)) for rank in range(max(counts))] if counts else []
+    return complete if len(counts) == 1 and names.issuperset(complete) else []
 
 
 def committed(run: Run, complain: Callable[[str], None] = lambda _: None) -> list[Checkpoint]:
@@ -323,10 +323,11 @@ def superfluous(checkpoints: list[Checkpoint], keep_last: int, keep_best: int) -
     scored = sorted(filter(is_scored, checkpoints), key=_merit, reverse=True)
     # Of a program that did not resume, but started again, the newest are not the farthest. Of those that are equally
     # far, as of a program that logs a step once an epoch, they are.
-    stepped = [one for one in reversed(checkpoints) if one.reached is not None]
-    farthest = sorted(stepped, key=lambda one: one.reached or 0, reverse=True)
-    kept = {one.name for one in [*newest, *scored[:keep_best], *farthest[: max(1, keep_last)]]}
-    return [one for one in checkpoints if one.name not in kept and one.format == FORMAT]
+    stepped = [checkpoint for checkpoint in reversed(checkpoints) if checkpoint.reached is not None]
+    farthest = sorted(stepped, key=lambda checkpoint: checkpoint.reached or 0, reverse=True)
+    kept_names = {checkpoint.name for checkpoint in [*newest, *scored[:keep_best], *farthest[: max(1, keep_last)]]}
+    surplus = (checkpoint for checkpoint in checkpoints if checkpoint.name not in kept_names)
+    return [checkpoint for checkpoint in surplus if checkpoint.format == FORMAT]
 
 
 def prune(run: Run, generation: int, keep_last: int, keep_best: int, spared: str | None = None) -> None:
@@ -347,7 +348,8 @@ def remove_uncommitted(run: Run, before: int) -> None:
     """Delete what generations before that number uploaded and never committed, or too late; it no longer counts."""
     folder = run.key("checkpoints/")
     readable, _ = _manifests(run)
-    late = {checkpoint.name for checkpoint in readable} - {one.name for one in _without_late(run, readable)}
+    on_time = _without_late(run, readable)
+    late = {checkpoint.name for checkpoint in readable if checkpoint not in on_time}
     for name in run.store.folders(folder):
         generation, manifest = generation_of(name), manifest_key(run, name)
         if generation is not None and generation < before and (name in late or not run.store.exists(manifest)):

@@ -157,8 +157,8 @@ class ChunkReader(Generic[Record]):
     def _parse(self, key: str) -> list[Record]:
         return self._decoded(self._store.get(key), f"{key} in {self._store.url}")
 
-    def _decoded(self, data: bytes, what: str) -> list[Record]:
-        return decode_many(self._record, lines_of(data), what)
+    def _decoded(self, data: bytes, subject: str) -> list[Record]:
+        return decode_many(self._record, lines_of(data), subject)
 
 
 @dataclass
@@ -177,13 +177,13 @@ class ChunkFollower:
     a look costs the same however long the stream is.
     """
 
-    def __init__(self, store: Store, stream: str, seen: Iterable[str] = ()) -> None:
-        """`seen` are the keys of chunks that were read already."""
+    def __init__(self, store: Store, stream: str, known_keys: Iterable[str] = ()) -> None:
+        """`known_keys` are the keys of chunks that were read already."""
         self._store, self._stream = store, stream
         self._cursors: dict[str, _Cursor] = {}
         self._listed: deque[Entry] = deque()
         self._looks = 0
-        for key in seen:
+        for key in known_keys:
             writer, _, name = key.removeprefix(f"{stream}/").partition("/")
             cursor = self._cursors.setdefault(writer, _Cursor())
             cursor.next = max(cursor.next, _number_of(name) + 1)
@@ -197,8 +197,8 @@ class ChunkFollower:
 
     def take_keys(self) -> Iterator[str]:
         """Yield the key of each new chunk without reading it."""
-        found = self._take(lambda key: b"" if self._store.exists(key) else None, is_patient=True)
-        return (key for key, _ in found)
+        keys = self._take(lambda key: b"" if self._store.exists(key) else None, is_patient=True)
+        return (key for key, _ in keys)
 
     def take_all(
         self, writers: Collection[str] | None = None, max_bytes: int | None = None

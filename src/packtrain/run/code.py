@@ -57,8 +57,8 @@ class CodeSnapshot:
         """Return in one line what was taken and what was not."""
         text = f"{counted(len(self.sizes), 'file')} of code ({show_bytes(sum(self.sizes.values()))})"
         reasons = dict.fromkeys(why for why in self.left_out.values() if why != _NOT_CODE)
-        parts = [f"{', '.join(self._named(why))} ({why})" for why in reasons]
-        return f"{text}; left out: {'; '.join(parts)}" if parts else text
+        groups = [f"{', '.join(self._named(why))} ({why})" for why in reasons]
+        return f"{text}; left out: {'; '.join(groups)}" if groups else text
 
     def _named(self, why: str) -> list[str]:
         names = [name for name, reason in self.left_out.items() if reason == why]
@@ -91,7 +91,7 @@ def snapshot(directory: Path, paths: Sequence[str] = (), max_bytes: int = MAX_BY
     for name, (data, _) in files.items():
         # No encoding hides the ASCII of a token, except UTF-16.
         encoding = "utf-16" if data[:2] in (codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE) else "latin-1"
-        secret = None if _matches(name, exceptions.taken) else find_secret(data.decode(encoding, "replace"))
+        secret = None if _matches(name, exceptions.allowed) else find_secret(data.decode(encoding, "replace"))
         if secret is not None:
             raise Mistake(
                 f"{directory / name}: contains {secret}, and code is copied into the store; read it from a variable"
@@ -236,11 +236,11 @@ def _candidates(directory: Path, paths: Sequence[str]) -> tuple[list[str], dict[
     exceptions, in_git, named = _ignored(directory), set(tracked), set(paths)
     for name in [*tracked, *untracked]:
         path, parents = PurePosixPath(name), [str(parent) for parent in PurePosixPath(name).parents][:-1]
-        what, why = name, ""
+        subject, why = name, ""
         for folder in reversed(parents):  # the outermost folder that is left out stands for all files in it
             why = _why_no_folder(directory / folder, name in in_git)
             if why:
-                what = f"{folder}/"
+                subject = f"{folder}/"
                 break
         is_named = any(place in named for place in (name, *parents))
         why = why or _why_no_file(directory / name, is_named)
@@ -248,12 +248,12 @@ def _candidates(directory: Path, paths: Sequence[str]) -> tuple[list[str], dict[
         is_code = is_source(path.name) or path.name in (IGNORE, GITIGNORE)
         if not why and tracked and not (name in in_git or is_named or is_code):
             why = _UNTRACKED
-        if why in (_KEYS, _UNTRACKED) and _matches(name, exceptions.taken):
-            why, what = "", name
+        if why in (_KEYS, _UNTRACKED) and _matches(name, exceptions.allowed):
+            why, subject = "", name
         if not why and _matches(name, exceptions.left_out):
             why = f"named in {IGNORE}"
         if why:
-            left_out[what] = why
+            left_out[subject] = why
         else:
             names.append(name)
     return names, {name: why for name, why in left_out.items() if why != _GONE}
@@ -293,7 +293,7 @@ class _Exceptions:
     """Patterns of the directory's own list: what to leave out, and after a `!` what is no secret."""
 
     left_out: Sequence[str]
-    taken: Sequence[str]
+    allowed: Sequence[str]
 
 
 def _ignored(directory: Path) -> _Exceptions:
@@ -375,16 +375,16 @@ def git_commit(directory: Path) -> tuple[str, int]:
     names = [name for name in listed.split("\0") if name]
     if any("=" in name for name in names):  # `-c` could not switch it off
         return "", 0
-    no_filters = [part for name in names for part in ("-c", f"{name}=")]
+    no_filters = [word for name in names for word in ("-c", f"{name}=")]
     words = ("status", "--porcelain", "-z", "--untracked-files=no", "--no-renames")
     # Not in submodules: their configuration may name other filters.
     changed = _git(directory, *words, "--ignore-submodules=dirty", before=no_filters)
-    return commit.strip(), len([one for one in (changed or "").split("\0") if one])
+    return commit.strip(), len([entry for entry in (changed or "").split("\0") if entry])
 
 
-def _git_files(directory: Path, *which: str) -> list[str] | None:
+def _git_files(directory: Path, *options: str) -> list[str] | None:
     """Return the files that git lists; None if it is not installed, or the directory is not in a repository."""
-    listed = _git(directory, "ls-files", "-z", *which)
+    listed = _git(directory, "ls-files", "-z", *options)
     return None if listed is None else [name for name in listed.split("\0") if name]
 
 
@@ -397,7 +397,7 @@ def _git(directory: Path, *words: str, before: Sequence[str] = ()) -> str | None
     no_programs = ("-c", "core.fsmonitor=false", "-c", f"core.hooksPath={os.devnull}")
     command = ["git", "--no-optional-locks", *no_programs, *before, "-C", str(directory), *words]
     try:
-        done = subprocess.run(command, capture_output=True, check=False, env={**os.environ, "GIT_ALLOW_PROTOCOL": ""})
+        git = subprocess.run(command, capture_output=True, check=False, env={**os.environ, "GIT_ALLOW_PROTOCOL": ""})
     except FileNotFoundError:
         return None
-    return os.fsdecode(done.stdout) if done.returncode == 0 else None
+    return os.fsdecode(git.stdout) if git.returncode == 0 else None

@@ -43,16 +43,16 @@ def put_input(store: Store, path: Path, say: Callable[[str], None]) -> str:
     files = dict(_files_of(path))
     if odd := next((name for name in files if not is_key(name)), None):
         raise Mistake(f"{path.parent / odd}: a store cannot have an object of this name; rename the file")
-    size = sum(one.stat().st_size for one in files.values())
+    size = sum(file.stat().st_size for file in files.values())
     say(f"reading {path} ({counted(len(files), 'file')}, {show_bytes(size)})")
     present = {entry.key for entry in store.list(FILES)}
     stored = []
-    for name, one in sorted(files.items()):
-        digest = sha256_of(one)
+    for name, file in sorted(files.items()):
+        digest = sha256_of(file)
         if f"{FILES}{digest}" not in present:  # another run, or another file of this one, has the same contents
-            store.put_file(f"{FILES}{digest}", one)
+            store.put_file(f"{FILES}{digest}", file)
             present.add(f"{FILES}{digest}")
-        stored.append(StoredFile(name, one.stat().st_size, digest))
+        stored.append(StoredFile(name, file.stat().st_size, digest))
     listing = encode(InputListing(path.name, tuple(stored)))
     key = f"{FILES}{hashlib.sha256(listing).hexdigest()}"
     if key not in present:
@@ -63,13 +63,13 @@ def put_input(store: Store, path: Path, say: Callable[[str], None]) -> str:
 def _files_of(path: Path) -> Iterator[tuple[str, Path]]:
     if path.is_file():
         yield path.name, path
-    seen = set()
+    visited = set()
     for folder, folders, names in os.walk(path, followlinks=True):
         real = Path(folder).resolve()
-        if real in seen:  # a link that leads back
+        if real in visited:  # a link that leads back
             folders.clear()
             continue
-        seen.add(real)
+        visited.add(real)
         for name in names:
             file = Path(folder) / name
             if file.is_file():
@@ -97,7 +97,8 @@ def keys_of(store: Store, address: str) -> list[str]:
 def given_keys(job: Job, store: Store) -> list[str]:
     """Return the keys of the files that a job names: those of model options, and the data of a program."""
     options = job.model.options.values() if job.recipe is not None else ()
-    keys = {one.removeprefix(IN_STORE) for one in options if isinstance(one, str) and one.startswith(STORED_FILE)}
+    addresses = [option for option in options if isinstance(option, str) and option.startswith(STORED_FILE)]
+    keys = {address.removeprefix(IN_STORE) for address in addresses}
     for address in job.inputs.values():
         if address.startswith(STORED_FILE):
             keys.update(keys_of(store, address))

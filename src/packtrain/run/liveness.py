@@ -76,47 +76,49 @@ class LeaseWatch:
     lost_after_seconds: float = LEASE_LOST_SECONDS
     leases: dict[str, Lease] = field(default_factory=dict)
     """The leases as last seen, including those of nodes that have left."""
-    _seen: dict[str, tuple[int, float]] = field(default_factory=dict)  # the latest renewal, and when it was first seen
+    _renewals: dict[str, tuple[int, float]] = field(
+        default_factory=dict
+    )  # the latest renewal, and when it was first seen
     _renewed: set[str] = field(default_factory=set)
     _looked: dict[str, float] = field(default_factory=dict)
 
-    def observe(self, leases: Iterable[Lease], now: float) -> None:
+    def observe(self, leases: Iterable[Lease], moment: float) -> None:
         for lease in leases:
             name = lease.node
             self.leases[name] = lease
             # Time that the reader was blind is added to the moment of the last renewal, as if it had not passed.
-            blind = now - self._looked.get(name, now) - _BLIND_SECONDS
-            self._looked[name] = now
+            blind = moment - self._looked.get(name, moment) - _BLIND_SECONDS
+            self._looked[name] = moment
             if lease.left:
-                self._seen.pop(name, None)
+                self._renewals.pop(name, None)
                 self._renewed.discard(name)
                 continue
-            before = self._seen.get(name)
+            before = self._renewals.get(name)
             if before is not None and before[0] != lease.renewal:
                 self._renewed.add(name)
             if before is None or before[0] != lease.renewal:
-                self._seen[name] = (lease.renewal, now)
+                self._renewals[name] = (lease.renewal, moment)
             elif blind > 0:
-                self._seen[name] = (before[0], before[1] + blind)
+                self._renewals[name] = (before[0], before[1] + blind)
                 self._renewed.discard(name)  # it may have died while this reader could not look
 
-    def alive(self, node: str, now: float) -> bool:
+    def alive(self, node: str, moment: float) -> bool:
         """True if the node was seen to renew its lease not long ago."""
-        return node in self._renewed and now - self._seen[node][1] < self.lost_after_seconds
+        return node in self._renewed and moment - self._renewals[node][1] < self.lost_after_seconds
 
-    def lost(self, node: str, now: float) -> bool:
+    def lost(self, node: str, moment: float) -> bool:
         """True if the node has left or not renewed for too long. A node seen only once is neither alive nor lost."""
-        return node not in self._seen or now - self._seen[node][1] >= self.lost_after_seconds
+        return node not in self._renewals or moment - self._renewals[node][1] >= self.lost_after_seconds
 
     def renewed_since(self, node: str, moment: float) -> bool:
-        return node in self._renewed and self._seen[node][1] > moment
+        return node in self._renewed and self._renewals[node][1] > moment
 
-    def count_alive(self, now: float) -> int:
-        return sum(self.alive(node, now) for node in self.leases)
+    def count_alive(self, moment: float) -> int:
+        return sum(self.alive(node, moment) for node in self.leases)
 
-    def count_remaining(self, now: float) -> int:
+    def count_remaining(self, moment: float) -> int:
         """Return the number of nodes that are alive or may be."""
-        return sum(not self.lost(node, now) for node in self.leases)
+        return sum(not self.lost(node, moment) for node in self.leases)
 
 
 def watch_states(
@@ -168,20 +170,20 @@ def without_nodes(run: Run) -> State:
 
     Both times are the store's, or those of machines that share its directory: never that of this reader.
     """
-    left, launched = _times_of(run, "nodes/"), _times_of(run, "launches/")
-    return "waiting" if not left or (launched and launched[-1] > left[-1]) else "interrupted"
+    renewed, launched = _times_of(run, "nodes/"), _times_of(run, "launches/")
+    return "waiting" if not renewed or (launched and launched[-1] > renewed[-1]) else "interrupted"
 
 
 def was_left_before_launch(run: Run) -> bool:
     """True if the nodes of earlier launches have left, and none has yet to join. The latest launch is the caller's."""
     if state_of(run) not in ("interrupted", "waiting"):
         return False
-    left, launched = _times_of(run, "nodes/"), _times_of(run, "launches/")[:-1]
-    return bool(left) and not (launched and launched[-1] > left[-1])
+    renewed, launched = _times_of(run, "nodes/"), _times_of(run, "launches/")[:-1]
+    return bool(renewed) and not (launched and launched[-1] > renewed[-1])
 
 
 def _times_of(run: Run, folder: str) -> list[datetime]:
-    return sorted(one.modified for one in run.store.list(run.key(folder)))
+    return sorted(entry.modified for entry in run.store.list(run.key(folder)))
 
 
 def state_of(run: Run) -> State:
@@ -229,18 +231,18 @@ class StateWatch:
         ][:_MAX_LEASES]
         read = {lease.node: lease for lease in map(self._run.lease, names) if lease is not None}
         self._modified |= {self._run.lease_key(name): modified[self._run.lease_key(name)] for name in read}
-        now = self._clock()
-        self._watch.observe((self._watch.leases | read).values(), now)
+        moment = self._clock()
+        self._watch.observe((self._watch.leases | read).values(), moment)
         present = [lease for lease in self._watch.leases.values() if not lease.left]
-        self._alive = {lease.node for lease in present if self._may_live(lease, modified, now)}
+        self._alive = {lease.node for lease in present if self._may_live(lease, modified, moment)}
         return "running" if self._alive else without_nodes(self._run)
 
-    def _may_live(self, lease: Lease, modified: Mapping[str, datetime], now: float) -> bool:
+    def _may_live(self, lease: Lease, modified: Mapping[str, datetime], moment: float) -> bool:
         age = _age(self._run, lease, modified, datetime.now(UTC))
         if age.holds_lock is not None:
             return age.holds_lock
-        if now - self._since > LEASE_LOST_SECONDS:
-            return not self._watch.lost(lease.node, now)
+        if moment - self._since > LEASE_LOST_SECONDS:
+            return not self._watch.lost(lease.node, moment)
         # The time is that of this machine, not of the store.
         return replace(age, one_clock=lease.hostname == socket.gethostname()).is_alive() is not False
 
@@ -305,29 +307,29 @@ def states_now(
         ]
         unfinished = [index for index, state in enumerate(states) if state is None]
         # Before the leases are read: a lease that is renewed meanwhile then looks younger than it is, never older.
-        now = clock_of(runs[unfinished[0]].store) if unfinished else None
-        found = readers.map(lambda index: attempt(lambda: _at_one_look(runs[index], now)), unfinished)
-        for index, state in zip(unfinished, found, strict=True):
+        store_now = clock_of(runs[unfinished[0]].store) if unfinished else None
+        glances = readers.map(lambda index: attempt(lambda: _at_one_look(runs[index], store_now)), unfinished)
+        for index, state in zip(unfinished, glances, strict=True):
             states[index] = state
     doubtful = [index for index in unfinished if states[index] is None]
     watched = dict(zip(doubtful, watch([runs[index] for index in doubtful]), strict=True))
     return [state or watched[index] for index, state in enumerate(states)]
 
 
-def _at_one_look(run: Run, now: datetime | None) -> State | None:
-    state = state_by(_ages(run, now))
+def _at_one_look(run: Run, store_now: datetime | None) -> State | None:
+    state = state_by(_ages(run, store_now))
     return without_nodes(run) if state == "interrupted" else state
 
 
-def _ages(run: Run, now: datetime | None) -> list[LeaseAge] | None:
+def _ages(run: Run, store_now: datetime | None) -> list[LeaseAge] | None:
     modified = {entry.key: entry.modified for entry in run.store.list(run.key("nodes/"))}
-    return [_age(run, lease, modified, now) for lease in run.leases() if not lease.left] if modified else None
+    return [_age(run, lease, modified, store_now) for lease in run.leases() if not lease.left] if modified else None
 
 
-def _age(run: Run, lease: Lease, modified: Mapping[str, datetime], now: datetime | None) -> LeaseAge:
+def _age(run: Run, lease: Lease, modified: Mapping[str, datetime], store_now: datetime | None) -> LeaseAge:
     is_here = lease.hostname == socket.gethostname()
     renewed = modified.get(run.lease_key(lease.node))
-    seconds = None if now is None or renewed is None else (now - renewed).total_seconds()
+    seconds = None if store_now is None or renewed is None else (store_now - renewed).total_seconds()
     return LeaseAge(seconds, is_here or not run.store.is_directory, holds_lock(run, lease.node) if is_here else None)
 
 
@@ -362,8 +364,8 @@ def fail_launch(run: Run, status: Literal["failed", "stopped"], reason: str, *, 
         return
     run.store.put(key, encode(replace(launch, failed=True)))
     modified = {entry.key: entry.modified for entry in run.store.list(run.key("launches/"))}
-    left = _times_of(run, "nodes/")
-    awaited = [key for key, before in earlier if not (before.failed or (left and left[-1] >= modified[key]))]
+    renewed = _times_of(run, "nodes/")
+    awaited = [key for key, before in earlier if not (before.failed or (renewed and renewed[-1] >= modified[key]))]
     if is_last_try and not awaited:
         run.finish(_result(run, status, reason))
 

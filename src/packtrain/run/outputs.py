@@ -80,10 +80,10 @@ def newest_list(run: Run) -> OutputList | None:
         data = run.store.find(key, _LIST_BYTES)
         if data is None:  # replaced meanwhile
             continue
-        what = f"{key.removeprefix(run.key(''))} of run {run.name} in {run.store.url}"
-        outputs = decode(OutputList, data, what)
+        subject = f"{key.removeprefix(run.key(''))} of run {run.name} in {run.store.url}"
+        outputs = decode(OutputList, data, subject)
         if _list_key(run, outputs) != key or not all(is_key(file.name) for file in outputs.files):
-            raise DamagedRecord(f"{what} is damaged")
+            raise DamagedRecord(f"{subject} is damaged")
         return outputs
     return None
 
@@ -105,10 +105,10 @@ def put_list(run: Run, outputs: OutputList) -> None:
 
 def remove_unlisted(run: Run, outputs: OutputList) -> None:
     """Delete what generations up to that of the list have put, unless it is in the list, which is the newest."""
-    kept = {_list_key(run, outputs), *(output_key(run, file.upload, file.name) for file in outputs.files)}
+    listed = {_list_key(run, outputs), *(output_key(run, file.upload, file.name) for file in outputs.files)}
     for entry in run.store.list(run.key("outputs")):
         put_in = _PUT_IN.match(entry.key.removeprefix(run.key("outputs/")))
-        if put_in is not None and int(put_in[1]) <= outputs.generation and entry.key not in kept:
+        if put_in is not None and int(put_in[1]) <= outputs.generation and entry.key not in listed:
             run.store.delete(entry.key)
 
 
@@ -120,9 +120,9 @@ def kept_files(run: Run) -> dict[str, KeptFile]:
     """Return the files by name; those of the newest checkpoint are below `checkpoints/`."""
     newest = committed(run)[-1:]
     checkpoint = {
-        f"{CHECKPOINTS}/{file.name}": KeptFile(file_key(run, one.name, file.name), file.bytes, file.sha256)
-        for one in newest
-        for file in one.files
+        f"{CHECKPOINTS}/{file.name}": KeptFile(file_key(run, checkpoint.name, file.name), file.bytes, file.sha256)
+        for checkpoint in newest
+        for file in checkpoint.files
     }
     return checkpoint | _outputs(run)
 
@@ -142,7 +142,7 @@ def output_sizes(run: Run) -> dict[str, list[int]]:
     sizes: dict[str, list[int]] = {}
     named = [str(PurePosixPath(output)) for output in run.job.outputs]
     for name, file in _outputs(run).items():
-        folder = next((one for one in named if name.startswith(f"{one}/")), None)
+        folder = next((place for place in named if name.startswith(f"{place}/")), None)
         output = f"{folder}/" if folder is not None else name if name in named else _top(name)
         sizes.setdefault(output, []).append(file.size)
     return sizes
@@ -150,15 +150,15 @@ def output_sizes(run: Run) -> dict[str, list[int]]:
 
 def chosen(run: Run, files: Mapping[str, KeptFile], paths: Sequence[str]) -> dict[str, KeptFile]:
     """Return the files that have one of these names, or are in a folder of that name."""
-    found: dict[str, KeptFile] = {}
+    files_chosen: dict[str, KeptFile] = {}
     for path in paths:
-        wanted = str(PurePosixPath(path))
-        below = {name: file for name, file in files.items() if name == wanted or name.startswith(f"{wanted}/")}
-        if not below and wanted != ".":
+        place = str(PurePosixPath(path))
+        below = {name: file for name, file in files.items() if name == place or name.startswith(f"{place}/")}
+        if not below and place != ".":
             has = ", ".join(sorted({_top(name) for name in files})) or "no files"
             raise NotFound(f"{run.name} has no {path!r}; it has {has}")
-        found |= below if wanted != "." else files
-    return found
+        files_chosen |= below if place != "." else files
+    return files_chosen
 
 
 def _top(name: str) -> str:
@@ -173,22 +173,22 @@ def fetch_file(run: Run, name: str, file: KeptFile, directory: Path) -> None:
     if not target.parent.resolve().is_relative_to(directory.resolve()):
         raise Mistake(f"{target} is outside {directory}, through a link; choose another directory with -o")
     target.parent.mkdir(parents=True, exist_ok=True)
-    part = target.with_name(f"{TEMPORARY}{target.name}")
+    partial = target.with_name(f"{TEMPORARY}{target.name}")
     try:
         while True:
             try:
-                run.store.get_file(file.key, part, limit=file.size)
+                run.store.get_file(file.key, partial, limit=file.size)
                 break
             except ObjectNotFound:
                 newest = _outputs(run).get(name)  # files of two checkpoints would not fit together
                 if newest in (None, file):
                     raise
                 file = newest  # a running program has replaced it since it was listed
-        digest = sha256_of(part)
+        digest = sha256_of(partial)
         if file.sha256 not in (None, digest):
             raise PacktrainError(f"{run.store.url}: {file.key} does not match its digest; it is damaged there")
         if target.exists() and (not target.is_file() or sha256_of(target) != digest):
             raise Mistake(f"{target} is there and differs; move it away, or choose another directory with -o")
-        shutil.move(part, target)
+        shutil.move(partial, target)
     finally:
-        part.unlink(missing_ok=True)
+        partial.unlink(missing_ok=True)

@@ -45,31 +45,31 @@ class PointBlock:
     names: Many[Label]
     numbers: bytes
 
-    def matrix(self, what: str) -> NDArray[np.float64]:
-        """Return the numbers, a row for each point; DamagedRecord names `what` if they are not those of points."""
+    def matrix(self, subject: str) -> NDArray[np.float64]:
+        """Return the numbers, a row for each point; DamagedRecord names `subject` if they are not those of points."""
         import numpy as np  # here, because most who read a run's records need no numbers
 
         try:
-            found = np.frombuffer(self.numbers, "<f8").reshape(self.rows, 2 + len(self.names))
-            steps = found[:, 0]
+            numbers = np.frombuffer(self.numbers, "<f8").reshape(self.rows, 2 + len(self.names))
+            steps = numbers[:, 0]
             # The limits of a point are lowest and highest numbers, and NaN is the lowest and highest of its column.
-            for row in (found.min(0), found.max(0)):
+            for row in (numbers.min(0), numbers.max(0)):
                 _POINT.validate_python(self._fields(row.tolist()))
             is_whole = steps.max() <= _MAX_STEP and not (steps % 1).any()
             if self.kind == "start" or not is_whole or len(set(self.names)) < len(self.names):
                 raise ValueError("not a block of points")
         except (ValueError, OverflowError) as error:  # also pydantic's
-            raise DamagedRecord(f"{what} is damaged, or from another version (field numbers)") from error
-        is_large = np.abs(found) > MAX_MEASUREMENT
-        return np.where(is_large, np.copysign(np.inf, found), found) if is_large.any() else found
+            raise DamagedRecord(f"{subject} is damaged, or from another version (field numbers)") from error
+        is_large = np.abs(numbers) > MAX_MEASUREMENT
+        return np.where(is_large, np.copysign(np.inf, numbers), numbers) if is_large.any() else numbers
 
     def _fields(self, row: Sequence[float]) -> dict[str, Any]:
         values = dict(zip(self.names, row[2:], strict=True))
         return {"kind": self.kind, "generation": self.generation, "step": int(row[0]), "time": row[1], "values": values}
 
-    def points(self, what: str, last: int | None = None) -> list[Point]:
+    def points(self, subject: str, last: int | None = None) -> list[Point]:
         """Return the points, or the last ones."""
-        rows = self.matrix(what)[-(last or self.rows) :]
+        rows = self.matrix(subject)[-(last or self.rows) :]
         return [Point(**self._fields(row)) for row in rows.tolist()]
 
 
@@ -124,22 +124,22 @@ class PointReader(ChunkReader[Point]):
     def __init__(self, store: Store, stream: str) -> None:
         super().__init__(store, stream, Point)
 
-    def _decoded(self, data: bytes, what: str) -> list[Point]:
-        return decode_points(data, what)
+    def _decoded(self, data: bytes, subject: str) -> list[Point]:
+        return decode_points(data, subject)
 
 
-def parts_of(data: bytes, what: str) -> Iterator[PointBlock | Point]:
+def parts_of(data: bytes, subject: str) -> Iterator[PointBlock | Point]:
     """Yield the lines of a chunk. The numbers of a block are checked when they are asked for."""
     if _OPENING not in data:
-        yield from decode_many(Point, lines_of(data), what)  # all at once, which is faster
+        yield from decode_many(Point, lines_of(data), subject)  # all at once, which is faster
         return
     for line in [data] if data.find(b"\n") == len(data) - 1 else data.splitlines():
-        yield decode(PointBlock, line, what) if line.startswith(_OPENING) else decode(Point, line, what)
+        yield decode(PointBlock, line, subject) if line.startswith(_OPENING) else decode(Point, line, subject)
 
 
-def decode_points(data: bytes, what: str) -> list[Point]:
+def decode_points(data: bytes, subject: str) -> list[Point]:
     """Return all points of a chunk."""
-    found: list[Point] = []
-    for part in parts_of(data, what):
-        found += [part] if isinstance(part, Point) else part.points(what)
-    return found
+    points: list[Point] = []
+    for block in parts_of(data, subject):
+        points += [block] if isinstance(block, Point) else block.points(subject)
+    return points

@@ -107,8 +107,8 @@ class Run:
         """
         option = store_option(self.store)
         with suppress(StoreError):
-            others = (store for store in stores_nearby() if store.url != self.store.url)
-            if not option and any(store.exists(self.key("job.json")) for store in others):
+            other_stores = (store for store in stores_nearby() if store.url != self.store.url)
+            if not option and any(store.exists(self.key("job.json")) for store in other_stores):
                 option = ["--store", self.store.url]
         return to_type(verb, self.name, *option)
 
@@ -126,12 +126,12 @@ class Run:
             try:
                 document = from_json(self.job_data, allow_inf_nan=False)
                 if not _is_small(document):
-                    raise DamagedRecord(f"{self._what('job.json')} is damaged: no job has that many values")
+                    raise DamagedRecord(f"{self._title('job.json')} is damaged: no job has that many values")
                 self._job = Job.model_validate(document)
             except ValidationError as error:
-                raise damaged(self._what("job.json"), error) from error
+                raise damaged(self._title("job.json"), error) from error
             except ValueError as error:
-                raise DamagedRecord(f"{self._what('job.json')} is damaged, or from another version") from error
+                raise DamagedRecord(f"{self._title('job.json')} is damaged, or from another version") from error
         return self._job
 
     @property
@@ -148,12 +148,12 @@ class Run:
     @property
     def code_digest(self) -> str:
         """A digest of the job and the code: everything that decides what the run's nodes execute."""
-        parts = (hashlib.sha256(data).digest() for data in (self.job_data, self.code))
-        return hashlib.sha256(b"".join(parts)).hexdigest()
+        digests = (hashlib.sha256(data).digest() for data in (self.job_data, self.code))
+        return hashlib.sha256(b"".join(digests)).hexdigest()
 
     def pack_name(self) -> str:
         """Return the name of the pack that a recipe trains on."""
-        return decode_name(self._created("pack.txt"), self._what("pack.txt"))
+        return decode_name(self._created("pack.txt"), self._title("pack.txt"))
 
     def _created(self, name: str, limit: int = RECORD_BYTES) -> bytes:
         """Read what a client puts after the job, unless it was killed before."""
@@ -204,13 +204,13 @@ class Run:
     # Single objects.
 
     def generations(self, after: int = 0) -> list[Generation]:
-        return _each(self._generation, self._keys("generations/", _NUMBERED, self._generation_key(after)))
+        return _read_each(self._generation, self._keys("generations/", _NUMBERED, self._generation_key(after)))
 
-    def latest_generation(self, known: Generation | None = None) -> Generation | None:
-        """Return the latest generation. With `known`, only later ones are listed, and only the last of them is read."""
-        after = None if known is None else self._generation_key(known.number)
+    def latest_generation(self, earlier: Generation | None = None) -> Generation | None:
+        """Return the latest generation. With `earlier`, only those after it are listed, and only the last is read."""
+        after = None if earlier is None else self._generation_key(earlier.number)
         keys = self._keys("generations/", _NUMBERED, after)
-        return self._generation(keys[-1]) if keys else known
+        return self._generation(keys[-1]) if keys else earlier
 
     def starting_steps(self, after: int) -> dict[int, int]:
         """Return the step that each generation after that number started from, as far as its record can be read.
@@ -224,13 +224,13 @@ class Run:
                 self._steps[key] = (generation.number, generation.step)
 
         keys = self._keys("generations/", _NUMBERED, self._generation_key(after))
-        _each(read, [key for key in keys if key not in self._steps])
+        _read_each(read, [key for key in keys if key not in self._steps])
         return dict(self._steps[key] for key in keys if key in self._steps)
 
     def _generation(self, key: str) -> Generation:
         generation = self._read(key, Generation)
         if self._generation_key(generation.number) != key:
-            raise DamagedRecord(f"{self._what(key)} is damaged: it is generation {generation.number}")
+            raise DamagedRecord(f"{self._title(key)} is damaged: it is generation {generation.number}")
         return generation
 
     def propose(self, generation: Generation) -> bool:
@@ -245,10 +245,12 @@ class Run:
         key = self.key(f"proposers/{number:06d}-{turn:03d}.txt")
         if self.store.put_if_absent(key, node.encode()):
             return node
-        return decode_name(self.store.get(key), self._what(key))
+        return decode_name(self.store.get(key), self._title(key))
 
     def leases(self) -> list[Lease]:
-        return _each(lambda key: self._lease(key, self.store.get(key, MAX_RECORD_BYTES)), self._keys("nodes/", _RECORD))
+        return _read_each(
+            lambda key: self._lease(key, self.store.get(key, MAX_RECORD_BYTES)), self._keys("nodes/", _RECORD)
+        )
 
     def lease(self, name: str) -> Lease | None:
         key = self.lease_key(name)
@@ -256,9 +258,9 @@ class Run:
         return None if data is None else self._lease(key, data)
 
     def _lease(self, key: str, data: bytes) -> Lease:
-        lease = decode(Lease, data, self._what(key))
+        lease = decode(Lease, data, self._title(key))
         if self.lease_key(lease.node) != key:
-            raise DamagedRecord(f"{self._what(key)} is damaged: it is the lease of {lease.node}")
+            raise DamagedRecord(f"{self._title(key)} is damaged: it is the lease of {lease.node}")
         return lease
 
     def lease_key(self, node: str) -> str:
@@ -273,7 +275,7 @@ class Run:
 
     def launches_by_key(self) -> dict[str, FleetLaunch]:
         keys = self._keys("launches/", _NUMBERED)
-        return dict(zip(keys, _each(lambda key: self._read(key, FleetLaunch), keys), strict=True))
+        return dict(zip(keys, _read_each(lambda key: self._read(key, FleetLaunch), keys), strict=True))
 
     def first_launch(self) -> FleetLaunch | None:
         """Return the launch that `launches` has first, without a list of them all."""
@@ -362,8 +364,8 @@ class Run:
 
     def _check_stays(self) -> None:
         if (removal := removed_run(self.store, self.name)) is not None:
-            what = f"renamed to {removal.renamed_to}" if removal.renamed_to else "removed"
-            raise NotFound(f"{self.name} is being {what} by {removal.client}; its job was not changed")
+            fate = f"renamed to {removal.renamed_to}" if removal.renamed_to else "removed"
+            raise NotFound(f"{self.name} is being {fate} by {removal.client}; its job was not changed")
 
     def clear_end(self) -> None:
         """Remove the stop request and the result of a run, so that nodes resume it."""
@@ -372,10 +374,10 @@ class Run:
 
     def _find(self, name: str, kind: type[Stored]) -> Stored | None:
         data = self.store.find(self.key(name), MAX_RECORD_BYTES)
-        return None if data is None else decode(kind, data, self._what(name))
+        return None if data is None else decode(kind, data, self._title(name))
 
     def _read(self, key: str, kind: type[Stored]) -> Stored:
-        return decode(kind, self.store.get(key, MAX_RECORD_BYTES), self._what(key))
+        return decode(kind, self.store.get(key, MAX_RECORD_BYTES), self._title(key))
 
     def _keys(self, folder: str, names: re.Pattern[str], after: str | None = None) -> list[str]:
         """Return the keys of the records in a folder, sorted; what has another name is none of ours."""
@@ -383,26 +385,26 @@ class Run:
         keys = [entry.key for entry in self.store.list(start, after)]
         keys = [key for key in keys if names.fullmatch(key.removeprefix(start))]
         if len(keys) > _MAX_RECORDS:
-            raise DamagedRecord(f"{self._what(folder)} is damaged: it has more than {_MAX_RECORDS:,} records")
+            raise DamagedRecord(f"{self._title(folder)} is damaged: it has more than {_MAX_RECORDS:,} records")
         return keys
 
-    def _what(self, name: str) -> str:
+    def _title(self, name: str) -> str:
         """Return an object's name for an error, given its name or its key."""
         return f"{name.removeprefix(self.key(''))} of run {self.name} in {self.store.url}"
 
 
 def _is_small(document: object) -> bool:
     """True if a job file could have as many values, defaults included: each wrong one would become an error."""
-    values, left = [document], 2 * MAX_NODES
-    while values and left > 0:
+    values, allowed = [document], 2 * MAX_NODES
+    while values and allowed > 0:
         value = values.pop()
         below = value.values() if isinstance(value, dict) else value if isinstance(value, list) else ()
         values += below
-        left -= 1 + len(below)
-    return left > 0
+        allowed -= 1 + len(below)
+    return allowed > 0
 
 
-def _each(read: Callable[[Item], Answer], items: Sequence[Item]) -> list[Answer]:
+def _read_each(read: Callable[[Item], Answer], items: Sequence[Item]) -> list[Answer]:
     """Return the answers in order. Many requests run in parallel, because each spends its time waiting."""
     if len(items) <= _FEW:
         return [read(item) for item in items]
@@ -427,7 +429,7 @@ def next_run(store: Store, job: Job, code: bytes) -> Run:
     try:
         return next(_new_runs(store, job, code))
     except StoreAway as away:
-        if away.known:
+        if away.was_there:
             raise
         return Run(store, f"{_stem(job.name)}-1", job.model_dump_json(indent=1).encode(), code)
 
@@ -446,9 +448,9 @@ def _new_runs(store: Store, job: Job, code: bytes) -> Iterator[Run]:
     # Also those of removed runs: a name means one run, for whoever remembers it.
     gone = [entry.key.removeprefix(_REMOVED).removesuffix(".json") for entry in store.list(_REMOVED)]
     split = [split_name(name) for name in [*store.folders("runs/"), *gone]]
-    taken = {number for stem, number in split if stem == _stem(job.name)}
-    for number in chain(range(max(taken, default=0) + 1, _MAX_RUNS + 1), range(1, _MAX_RUNS + 1)):
-        if number not in taken:
+    used_numbers = {number for stem, number in split if stem == _stem(job.name)}
+    for number in chain(range(max(used_numbers, default=0) + 1, _MAX_RUNS + 1), range(1, _MAX_RUNS + 1)):
+        if number not in used_numbers:
             # With what is put, not with what the store has later: nodes are told to run this and nothing else.
             yield Run(store, f"{_stem(job.name)}-{number}", data, code)
 
@@ -471,18 +473,18 @@ def run_names(store: Store) -> list[str]:
     run is taken for older than one of the same job with a lower number.
     """
     names = [name for name in store.folders("runs/") if is_name(name)]
-    entries = zip(_each(lambda name: store.entry(f"runs/{name}/job.json"), names), names, strict=True)
+    entries = zip(_read_each(lambda name: store.entry(f"runs/{name}/job.json"), names), names, strict=True)
     # A copy under another name, as a bucket makes it, is as old as the original.
-    given = {entry.key.removeprefix(_RENAMED).removesuffix(".json") for entry in store.list(_RENAMED)}
-    claims = {name: _claim(store, name) for name in names if name in given}
-    found = sorted(
+    renamed = {entry.key.removeprefix(_RENAMED).removesuffix(".json") for entry in store.list(_RENAMED)}
+    claims = {name: _claim(store, name) for name in names if name in renamed}
+    numbered = sorted(
         (*split_name(name), _created(claims.get(name)) or entry.modified, name)
         for entry, name in entries
         if entry is not None
     )
     created = []
     latest: dict[str, datetime] = {}
-    for stem, number, modified, name in found:
+    for stem, number, modified, name in numbered:
         latest[stem] = max(modified, latest.get(stem, modified))
         created.append((latest[stem], number, name))
     return [name for *_, name in sorted(created)]
@@ -524,7 +526,7 @@ def open_run(store: Store, name: str | None) -> Run:
     if name is not None and is_name(name) and store.exists(f"runs/{name}/job.json"):
         return Run(store, name)
     names = run_names(store)
-    of_job = [known for known in names if name is not None and split_name(known)[0] == _stem(name)]
+    of_job = [run_name for run_name in names if name is not None and split_name(run_name)[0] == _stem(name)]
     if name is not None and not of_job and is_name(name) and (gone := removed_run(store, name)) is not None:
         fate = f"is called {gone.renamed_to} now" if gone.renamed_to else "was removed"
         raise NotFound(f"{name} {fate} (by {gone.client}, {show_time(gone.time)})")

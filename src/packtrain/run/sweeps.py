@@ -158,12 +158,12 @@ class Sweep:
 
     @property
     def plan(self) -> SweepPlan:
-        found = self.find_plan()
-        if found is None:
-            known = sweep_names(self.store)
-            hint = nearest(self.name, known) if known else "there is none yet"
+        plan = self.find_plan()
+        if plan is None:
+            names = sweep_names(self.store)
+            hint = nearest(self.name, names) if names else "there is none yet"
             raise NotFound(f"no sweep {self.name!r} in {self.store.url}; {hint}")
-        return found
+        return plan
 
     def put_plan(self, plan: SweepPlan) -> SweepPlan:
         """Put the plan, unless there is one; return the one that counts."""
@@ -174,10 +174,10 @@ class Sweep:
         return Run(self.store, trial.run)
 
     def starts(self) -> list[TrialStart]:
-        found = self._all("starts/", _START, TrialStart)
-        if any(not 1 <= start.trial <= len(self.plan.trials) for start in found):
+        starts = self._all("starts/", _START, TrialStart)
+        if any(not 1 <= start.trial <= len(self.plan.trials) for start in starts):
             raise DamagedRecord(f"{self.key('starts')} in {self.store.url} is damaged: it has a trial of another sweep")
-        return found
+        return starts
 
     def claim(self, start: TrialStart) -> bool:
         """True if this start is the first of its trial and attempt, and so may happen."""

@@ -39,14 +39,14 @@ class Change:
 
 @dataclass(frozen=True)
 class CodeReview:
-    """A job and code that this person has not accepted. `known`: others of the same run were.
+    """A job and code that this person has not accepted. `is_known`: others of the same run were.
 
     `job` is what the run is about to get, and `fields` are those that need trust.
     """
 
     run: Run
     job: Job
-    known: bool
+    is_known: bool
     changes: tuple[Change, ...]
     fields: tuple[str, ...]
 
@@ -54,10 +54,10 @@ class CodeReview:
     def reason(self) -> str:
         """Return why the code is not run, in one line."""
         name = self.run.name
-        if self.known:
+        if self.is_known:
             names = [change.name for change in self.changes] or ["the archive, or its sweep's fleet,"]
-            more = f" and {len(names) - _NAMED} more" if len(names) > _NAMED else ""
-            return f"{name} is not what you ran before: {', '.join(names[:_NAMED])}{more} changed"
+            further = f" and {len(names) - _NAMED} more" if len(names) > _NAMED else ""
+            return f"{name} is not what you ran before: {', '.join(names[:_NAMED])}{further} changed"
         if not self.job.has_own_code:
             return f"{name} was not started from here, and its job sets {', '.join(self.fields)}"
         size = show_bytes(sum(change.size for change in self.changes))
@@ -82,14 +82,14 @@ def risks(job: Job, sections: Collection[str] | None = None) -> tuple[str, ...]:
     return tuple(field for field in fields if sections is None or field.partition(".")[0] in sections)
 
 
-def _risks(part: Part, place: str) -> Iterator[str]:
-    declared = [vars(base)["harmless"] for base in type(part).__mro__ if "harmless" in vars(base)]
+def _risks(settings: Part, place: str) -> Iterator[str]:
+    declared = [vars(base)["harmless"] for base in type(settings).__mro__ if "harmless" in vars(base)]
     if not declared:
         yield place.removesuffix(".")
         return
     harmless = frozenset[str]().union(*declared)
-    for name, field in type(part).model_fields.items():
-        value = getattr(part, name)
+    for name, field in type(settings).model_fields.items():
+        value = getattr(settings, name)
         inner = f"{place}{word_of(FLEETS, value) if isinstance(value, FleetKind) else name}"
         if name in harmless:
             for member in value if isinstance(value, tuple) else (value,):
@@ -111,7 +111,8 @@ def require_trust(
     `job` is what the run is about to get. What its store has counts as well: nobody may have accepted that. `fleet` is
     one that the plan of a sweep names, which is in the store, too.
     """
-    fields = dict.fromkeys(field for one in (run.job, job) if one is not None for field in risks(one, sections))
+    jobs = [run.job] if job is None else [run.job, job]
+    fields = dict.fromkeys(field for risky in jobs for field in risks(risky, sections))
     is_same_fleet = fleet is None or trusts_fleet(run, fleet) or not any(name.startswith("fleet.") for name in fields)
     if not fields or (is_remembered(run) and is_same_fleet):
         return
@@ -150,10 +151,10 @@ def remember(run: Run, fleet: FleetKind | None = None, *, instead: bool = True) 
     # Without a home that can be written, as in some containers, the person is asked again.
     with suppress(OSError):
         path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
-        handle, part = tempfile.mkstemp(dir=path.parent)  # 0600; renamed when it is complete
+        handle, temporary = tempfile.mkstemp(dir=path.parent)  # 0600; renamed when it is complete
         with os.fdopen(handle, "w", encoding="utf-8") as file:
             json.dump(record, file, indent=1)
-        Path(part).rename(path)
+        Path(temporary).rename(path)
 
 
 def forget(run: Run) -> None:
@@ -201,11 +202,11 @@ def _files(run: Run) -> dict[str, tuple[str, int]]:
 
 
 def _review(run: Run, job: Job, remembered: _Record | None, fields: tuple[str, ...]) -> CodeReview:
-    now, before = _files(run), remembered.files if remembered is not None else {}
+    present, before = _files(run), remembered.files if remembered is not None else {}
     changes = [
         Change("changed" if name in before else "added", name, size)
-        for name, (digest, size) in now.items()
+        for name, (digest, size) in present.items()
         if before.get(name) != digest
     ]
-    changes += [Change("removed", name, 0) for name in before if name not in now]
+    changes += [Change("removed", name, 0) for name in before if name not in present]
     return CodeReview(run, job, remembered is not None, tuple(changes), fields)

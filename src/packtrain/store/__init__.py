@@ -47,16 +47,16 @@ def default_store() -> str:
 def store_option(store: Store) -> list[str]:
     """Return --store for a command in a hint, only if the command would otherwise look elsewhere."""
     location = default_store()
-    known = (location.rstrip("/"), str(expanded(location).absolute()))
-    return [] if store.url in known else ["--store", store.url]
+    locations = (location.rstrip("/"), str(expanded(location).absolute()))
+    return [] if store.url in locations else ["--store", store.url]
 
 
 def stores_nearby() -> list[Store]:
     """Return stores in directories above the current one and directly below it, the nearest first."""
     with suppress(OSError):
-        here = Path.cwd()
-        marks = [directory / "store" / IDENTITY for directory in (here, *here.parents)]
-        marks += sorted(here.glob(f"*/store/{IDENTITY}"))
+        current = Path.cwd()
+        marks = [directory / "store" / IDENTITY for directory in (current, *current.parents)]
+        marks += sorted(current.glob(f"*/store/{IDENTITY}"))
         return [DirectoryStore(mark.parent) for mark in marks if _is_own(mark)]
     return []
 
@@ -80,11 +80,11 @@ def open_store(
     is missing. With an `identity`, no directory but the store of that id is used. A bucket whose server fails, or is
     silent for `answer_seconds`, is tried again for `outage_seconds`.
     """
-    scheme, separator, rest = location.partition("://")
+    scheme, separator, address = location.partition("://")
     if not separator:
         return _open_directory(location, create, identity)
     # Refused without repeating it: it may contain a secret.
-    if "@" in rest.split("/")[0] or "?" in rest:
+    if "@" in address.split("/")[0] or "?" in address:
         raise Mistake(f"a store URL must not contain keys; set {_KEYS.get(scheme, _KEYS['s3'])} instead")
     _check_printable(location)
     if scheme == "file":
@@ -96,7 +96,7 @@ def open_store(
         # Imported late: the client starts without obstore.
         from packtrain.store.bucket import open_bucket
 
-        return open_bucket(scheme, rest, os.environ, outage_seconds, answer_seconds)
+        return open_bucket(scheme, address, os.environ, outage_seconds, answer_seconds)
     raise Mistake(
         f"{location!r}: {scheme}:// is not supported; use a directory, or s3://, gs:// or az://bucket/prefix "
         "(for any server that speaks S3, set AWS_ENDPOINT_URL)"

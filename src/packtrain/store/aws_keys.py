@@ -62,16 +62,16 @@ class SdkKeys:
         from botocore.configprovider import ConfiguredEndpointProvider
 
         config = self._session
-        found: str | None = ConfiguredEndpointProvider(config.full_config, config.get_scoped_config(), "s3").provide()
-        return None if found is None else checked_server(f"endpoint_url of {self.title}", found)
+        url: str | None = ConfiguredEndpointProvider(config.full_config, config.get_scoped_config(), "s3").provide()
+        return None if url is None else checked_server(f"endpoint_url of {self.title}", url)
 
     @property
     def expires(self) -> datetime | None:
         """The end of the present keys; the SDK gets others before."""
-        found: datetime | None = getattr(self._credentials, "_expiry_time", None)  # as `aws configure` reads it
-        return found
+        expiry: datetime | None = getattr(self._credentials, "_expiry_time", None)  # as `aws configure` reads it
+        return expiry
 
-    def now(self) -> AwsKeys:
+    def current(self) -> AwsKeys:
         from botocore import exceptions
 
         try:
@@ -84,7 +84,7 @@ class SdkKeys:
 
     def __call__(self) -> S3Credential:
         """Answer obstore. Only the SDK knows when keys end, so obstore asks again every time."""
-        keys = self.now()
+        keys = self.current()
         return {
             "access_key_id": keys.access_key,
             "secret_access_key": keys.secret_key,

@@ -169,9 +169,9 @@ class BucketStore(Store):
         checked_key(key)
 
         def read() -> bytes:
-            found = obstore.get(self._client, key)
-            self.check_size(key, found.meta["size"], limit)
-            return found.bytes().to_bytes()
+            answer = obstore.get(self._client, key)
+            self.check_size(key, answer.meta["size"], limit)
+            return answer.bytes().to_bytes()
 
         try:
             return self._retry(key, read)
@@ -182,9 +182,9 @@ class BucketStore(Store):
         checked_key(key)
 
         def fetch(folder: int) -> str:
-            found = obstore.get(self._client_for_files, key)
-            self.check_size(key, found.meta["size"], limit)
-            return stage(folder, found.stream(CHUNK_BYTES))
+            answer = obstore.get(self._client_for_files, key)
+            self.check_size(key, answer.meta["size"], limit)
+            return stage(folder, answer.stream(CHUNK_BYTES))
 
         with explained(path), opened_folder(path.parent) as folder:
             staged = self._retry(key, lambda: fetch(folder), is_long=True)
@@ -192,11 +192,11 @@ class BucketStore(Store):
 
     def list(self, prefix: str = "", after: str | None = None) -> builtins.list[Entry]:
         prefix = checked_prefix(prefix)
-        found = self._retry(
+        objects = self._retry(
             prefix,
             lambda: obstore.list(self._client_for_lists, prefix or None, offset=after or None).collect(),
         )
-        entries = (Entry(meta["path"], meta["size"], meta["last_modified"]) for meta in found)
+        entries = (Entry(meta["path"], meta["size"], meta["last_modified"]) for meta in objects)
         # Web consoles mark a folder by an empty object, which obstore lists under the folder's own name.
         return sorted(
             (entry for entry in entries if is_key(entry.key) and entry.key != prefix and entry.key > (after or "")),
@@ -205,8 +205,8 @@ class BucketStore(Store):
 
     def folders(self, prefix: str) -> builtins.list[str]:
         prefix = checked_prefix(prefix)
-        found = self._retry(prefix, lambda: obstore.list_with_delimiter(self._client_for_lists, prefix or None))
-        return sorted(path.rpartition("/")[2] for path in found["common_prefixes"] if is_key(path))
+        listing = self._retry(prefix, lambda: obstore.list_with_delimiter(self._client_for_lists, prefix or None))
+        return sorted(path.rpartition("/")[2] for path in listing["common_prefixes"] if is_key(path))
 
     def entry(self, key: str) -> Entry | None:
         checked_key(key)

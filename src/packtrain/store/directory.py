@@ -64,7 +64,7 @@ class DirectoryStore(Store):
     def __init__(self, root: Path, identity: str | None = None) -> None:
         self.url = str(root.absolute())
         self.identity = identity
-        self._seen: tuple[int, ...] = ()  # the file with the id, as it was last read
+        self._fingerprint: tuple[int, ...] = ()  # the file with the id, as it was last read
 
     def create(self) -> None:
         """Make the directory a store, unless it is one; never below a mount point whose mount is missing."""
@@ -101,10 +101,10 @@ class DirectoryStore(Store):
         above, _, last = checked_key(target).rpartition("/")
         with self._explained(target):
             try:
-                with self._object(key), self._folder(source) as here, self._folder(above, make=True) as there:
+                with self._object(key), self._folder(source) as original, self._folder(above, make=True) as folder:
                     staged = f"{TEMPORARY}{uuid.uuid4().hex}"
-                    os.link(name, staged, src_dir_fd=here, dst_dir_fd=there, follow_symlinks=False)
-                    replace(there, staged, last)
+                    os.link(name, staged, src_dir_fd=original, dst_dir_fd=folder, follow_symlinks=False)
+                    replace(folder, staged, last)
             except _ABSENT:
                 raise self.not_found(key) from None
 
@@ -237,18 +237,18 @@ class DirectoryStore(Store):
         """Open the folder of that name, from the store's own directory on; the empty name is that directory."""
         folder = self._open_root()
         try:
-            for part in name.split("/") if name else ():
+            for step in name.split("/") if name else ():
                 try:
-                    below = _open_below(folder, part)
+                    below = _open_below(folder, step)
                 except FileNotFoundError:
                     if not make:
                         raise
                     with suppress(FileExistsError):
-                        os.mkdir(part, dir_fd=folder)
+                        os.mkdir(step, dir_fd=folder)
                     sync(folder)
-                    below = _open_below(folder, part)
+                    below = _open_below(folder, step)
                 except NotADirectoryError:
-                    if make and stat.S_ISLNK(os.stat(part, dir_fd=folder, follow_symlinks=False).st_mode):
+                    if make and stat.S_ISLNK(os.stat(step, dir_fd=folder, follow_symlinks=False).st_mode):
                         raise StoreError(
                             f"{self.url}/{name}: leads through a symbolic link, which stores do not follow"
                         ) from None
@@ -277,18 +277,18 @@ class DirectoryStore(Store):
     def _identify(self, root: int) -> None:
         # Not the directory's own device and inode: both may be the same after another file system was mounted there.
         with self._explained(IDENTITY):
-            seen = _fingerprint(root)
-            if seen and seen == self._seen:
+            fingerprint = _fingerprint(root)
+            if fingerprint and fingerprint == self._fingerprint:
                 return
-            found = _read_identity(root) if seen else None
-            if found is None:
+            identity = _read_identity(root) if fingerprint else None
+            if identity is None:
                 # What was copied from a bucket, or with `cp store/*`, has objects but no id; an empty mount point has
                 # neither.
                 is_copy = "runs" in os.listdir(root)
                 raise self._away(f"no store here: the directory has no {IDENTITY}", is_copy)
-        if self.identity not in (None, found):
+        if self.identity not in (None, identity):
             raise self._away("another store is here")
-        self.identity, self._seen = found, seen
+        self.identity, self._fingerprint = identity, fingerprint
 
     def _away(self, text: str, is_copy: bool = False) -> StoreAway:
         if is_copy and self.identity is None:
@@ -297,7 +297,7 @@ class DirectoryStore(Store):
             advice = "check the path and its mount; `packtrain run` and `packtrain pack` create a store"
         else:
             advice = "check its mount"
-        return StoreAway(f"{self.url}: {text}; {advice}", known=self.identity is not None)
+        return StoreAway(f"{self.url}: {text}; {advice}", was_there=self.identity is not None)
 
     def _explained(self, key: str) -> AbstractContextManager[None]:
         return explained(f"{self.url}/{key}" if key else self.url)
@@ -371,8 +371,8 @@ def _changed(folder: int, path: str) -> int:
 
 
 def _has_objects(folder: int, name: str) -> bool:
-    with suppress(*_ABSENT), _closing(_open_below(folder, name)) as below, closing(_walk(below, name, "")) as found:
-        return next(found, None) is not None
+    with suppress(*_ABSENT), _closing(_open_below(folder, name)) as below, closing(_walk(below, name, "")) as entries:
+        return next(entries, None) is not None
     return False
 
 
@@ -382,8 +382,8 @@ def _entry(key: str, status: os.stat_result) -> Entry:
 
 def _remove_unfinished(folder: int, prefix: str, is_dead: Callable[[str], bool]) -> None:
     with os.scandir(folder) as entries:
-        found = list(entries)
-    for entry in found:
+        listed = list(entries)
+    for entry in listed:
         name = f"{prefix}/{entry.name}" if prefix else entry.name
         if entry.is_dir(follow_symlinks=False):
             with suppress(*_ABSENT), _closing(_open_below(folder, entry.name)) as below:

@@ -34,12 +34,12 @@ class ObjectNotFound(StoreError, NotFound):
 
 
 class StoreAway(StoreError):
-    """A store that is not where it should be, such as a mount that is missing; `known` if it has been there."""
+    """A store that is not where it should be, such as a mount that is missing; `was_there` if it has been there."""
 
-    def __init__(self, message: str, *, known: bool) -> None:
+    def __init__(self, message: str, *, was_there: bool) -> None:
         super().__init__(message, temporary=True)
-        self.known = known
-        if not known:
+        self.was_there = was_there
+        if not was_there:
             self.exit_code = EXIT_NOT_FOUND
 
 
@@ -182,9 +182,9 @@ def status_of(message: str) -> int:
 def explain_server(message: str, where: str) -> StoreError:
     """Explain the failure of a request to a bucket, from obstore's message about it."""
     endpoint, keys = _VARIABLES.get(where.partition("://")[0], _VARIABLES["s3"])
-    told = _explained_server(message, where)
-    advice = str(told).replace("{endpoint}", endpoint).replace("{keys}", keys)
-    return StoreError(advice, temporary=told.temporary)
+    explanation = _explained_server(message, where)
+    advice = str(explanation).replace("{endpoint}", endpoint).replace("{keys}", keys)
+    return StoreError(advice, temporary=explanation.temporary)
 
 
 def _explained_server(message: str, where: str) -> StoreError:

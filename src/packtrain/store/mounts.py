@@ -44,7 +44,7 @@ def remember_mount(path: Path, mounted: Path = _MOUNTED) -> None:
     innermost, kind = max(above, key=lambda mount: len(mount[0]), default=("/", ""))
     if innermost == "/" or innermost in (point for point, _ in _remembered()):
         return
-    line = [_ESCAPED.sub(lambda found: f"\\{ord(found[0]):03o}", innermost)]
+    line = [_ESCAPED.sub(lambda escaped: f"\\{ord(escaped[0]):03o}", innermost)]
     if kind == _FOR_A_WHILE:
         if innermost in _SCRATCH:
             return

@@ -171,13 +171,13 @@ class S3Service(BucketService):
     def uploads(self, bucket: str, answer_seconds: float) -> UploadClient | None:
         keys = self.keys
         if self.sdk is not None:
-            now = self.sdk.now
+            get_keys = self.sdk.current
         elif keys is not None:
-            now = lambda: keys  # noqa: E731 - in one line with the other source
+            get_keys = lambda: keys  # noqa: E731 - in one line with the other source
         else:  # only obstore knows the keys
             return None
         server = self.endpoint or f"https://s3.{self.region}.amazonaws.com"
-        return UploadClient(f"{server.rstrip('/')}/{bucket}", self.region, now, answer_seconds)
+        return UploadClient(f"{server.rstrip('/')}/{bucket}", self.region, get_keys, answer_seconds)
 
 
 @dataclass(frozen=True)
@@ -202,9 +202,9 @@ class GoogleService(BucketService):
         for name, path in named:
             if not Path(path).is_file():
                 raise Mistake(f"{name}: there is no file {path}; correct it, or unset it for the machine's own account")
-        known = token or named or environment.get("GOOGLE_SERVICE_ACCOUNT_KEY") or in_home(_GCLOUD_FILE).is_file()
+        has_keys = token or named or environment.get("GOOGLE_SERVICE_ACCOUNT_KEY") or in_home(_GCLOUD_FILE).is_file()
         metadata = environment.get("GCE_METADATA_HOST") or _METADATA
-        if not known and not _answers(f"http://{metadata}"):
+        if not has_keys and not _answers(f"http://{metadata}"):
             raise NoKeys(
                 "no keys for the store; set GOOGLE_APPLICATION_CREDENTIALS to a key file, "
                 "or run `gcloud auth application-default login`"
@@ -250,10 +250,10 @@ class AzureService(BucketService):
         endpoint = checked_endpoint(environment, *cls.endpoints)
         key = _first(environment, "AZURE_STORAGE_ACCOUNT_KEY", "AZURE_STORAGE_ACCESS_KEY", "AZURE_STORAGE_KEY")
         signature = _first(environment, "AZURE_STORAGE_SAS_TOKEN", "AZURE_STORAGE_SAS_KEY")
-        others = ("AZURE_CLIENT_SECRET", "AZURE_FEDERATED_TOKEN_FILE", "AZURE_STORAGE_TOKEN", "AZURE_USE_AZURE_CLI")
-        known = key or signature or _first(environment, *others)
+        identities = ("AZURE_CLIENT_SECRET", "AZURE_FEDERATED_TOKEN_FILE", "AZURE_STORAGE_TOKEN", "AZURE_USE_AZURE_CLI")
+        has_keys = key or signature or _first(environment, *identities)
         managed = _first(environment, "AZURE_MSI_ENDPOINT", "AZURE_IDENTITY_ENDPOINT", "IDENTITY_ENDPOINT")
-        if not known and not managed and not _answers(f"http://{_METADATA}"):
+        if not has_keys and not managed and not _answers(f"http://{_METADATA}"):
             raise NoKeys(
                 "no keys for the store; set AZURE_STORAGE_ACCOUNT_KEY or AZURE_STORAGE_SAS_TOKEN, "
                 "or AZURE_USE_AZURE_CLI=true after `az login`"

@@ -76,27 +76,27 @@ class UploadClient:
                 answer = connection.getresponse()
                 text = answer.read(_MAX_ANSWER_BYTES).decode(errors="replace")
             except (OSError, HTTPException) as error:
-                said = f"{self.url}: the connection broke or timed out; try again later"
-                raise StoreError(said, temporary=True) from error
+                fault = f"{self.url}: the connection broke or timed out; try again later"
+                raise StoreError(fault, temporary=True) from error
         if answer.status >= 300:
             raise explain_server(f"status code: {answer.status} {text}", self.url)
         return text
 
     def _signed(self, method: str, host: str, path: str, query: str) -> dict[str, str]:
         """Return the headers of a request without a body, with Amazon's signature, version 4."""
-        now, keys = datetime.now(UTC), self.keys()
-        time, day = now.strftime("%Y%m%dT%H%M%SZ"), now.strftime("%Y%m%d")
+        moment, keys = datetime.now(UTC), self.keys()
+        time, day = moment.strftime("%Y%m%dT%H%M%SZ"), moment.strftime("%Y%m%d")
         headers = {"host": host, "x-amz-content-sha256": _NOTHING, "x-amz-date": time}
         if keys.session_token is not None:
             headers["x-amz-security-token"] = keys.session_token
         names = ";".join(sorted(headers))
         canonical = [f"{name}:{headers[name]}" for name in sorted(headers)]
-        asked = "\n".join([method, path, query, *canonical, "", names, _NOTHING])
+        request = "\n".join([method, path, query, *canonical, "", names, _NOTHING])
         scope = f"{day}/{self.region}/s3/aws4_request"
-        to_sign = "\n".join(["AWS4-HMAC-SHA256", time, scope, hashlib.sha256(asked.encode()).hexdigest()])
+        to_sign = "\n".join(["AWS4-HMAC-SHA256", time, scope, hashlib.sha256(request.encode()).hexdigest()])
         key = f"AWS4{keys.secret_key}".encode()
-        for part in (day, self.region, "s3", "aws4_request"):
-            key = hmac.digest(key, part.encode(), "sha256")
+        for word in (day, self.region, "s3", "aws4_request"):
+            key = hmac.digest(key, word.encode(), "sha256")
         signature = hmac.digest(key, to_sign.encode(), "sha256").hex()
         credential = f"AWS4-HMAC-SHA256 Credential={keys.access_key}/{scope}, SignedHeaders={names}"
         return {**headers, "authorization": f"{credential}, Signature={signature}"}

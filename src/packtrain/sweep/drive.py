@@ -155,7 +155,7 @@ class WatchedTrial:
     """When this process first looked at it, by its own clock."""
     result: Result | None = None
     has_machines: bool = True
-    asked: float = -math.inf
+    asked_at: float = -math.inf
     looks: int = 0
 
     def __post_init__(self) -> None:
@@ -208,9 +208,9 @@ class SweepDrive:
         self._views: list[TrialView] = []
         self._was_driving = True
         self._has_started = False
-        self._fleets = self._parts(parallel)
+        self._fleets = self._divided_fleet(parallel)
 
-    def _parts(self, parallel: int | None) -> list[FleetKind | None]:
+    def _divided_fleet(self, parallel: int | None) -> list[FleetKind | None]:
         """Return the part of the fleet of each run that trains at the same time; None is that of its job."""
         if not self._plan.fleet:
             return [None] * (parallel or self._plan.parallel)
@@ -250,45 +250,47 @@ class SweepDrive:
 
     def _read_starts(self) -> None:
         starts: defaultdict[int, list[TrialStart]] = defaultdict(list)
-        for one in self._sweep.starts():
-            starts[one.trial].append(one)
-        for number, found in starts.items():
-            known = self._watched.get(number)
-            if known is None or len(known.starts) != len(found):
-                self._watch(number, found, self._sweep.run(self._plan.trial(number)))
+        for trial_start in self._sweep.starts():
+            starts[trial_start.trial].append(trial_start)
+        for number, trial_starts in starts.items():
+            watched = self._watched.get(number)
+            if watched is None or len(watched.starts) != len(trial_starts):
+                self._watch(number, trial_starts, self._sweep.run(self._plan.trial(number)))
             else:
-                known.starts = found
+                watched.starts = trial_starts
 
     def _watch(self, number: int, starts: list[TrialStart], run: Run) -> None:
         self._watched[number] = WatchedTrial(self._plan.trial(number), run, starts, self._clock())
 
     def _look_at_runs(self) -> None:
         unfinished = []
-        for one in [one for one in self._watched.values() if one.result is None]:
-            one.result = one.run.result()  # before the metrics, so that everything up to it is read
-            one.read(self._plan)
-            if one.result is None:
-                unfinished.append(one)
-            elif one.looks and self._was_driving:  # at the first look it is history
-                self._say(f"{one.run.name} {_ended(one.result)}")
-                release(one.run, self._say)
-            one.looks += 1
-        states = states_now([one.run for one in unfinished]) if unfinished else []
-        for one, state in zip(unfinished, states, strict=True):
+        for watched in self._watched.values():
+            if watched.result is not None:
+                continue
+            watched.result = watched.run.result()  # before the metrics, so that everything up to it is read
+            watched.read(self._plan)
+            if watched.result is None:
+                unfinished.append(watched)
+            elif watched.looks and self._was_driving:  # at the first look it is history
+                self._say(f"{watched.run.name} {_ended(watched.result)}")
+                release(watched.run, self._say)
+            watched.looks += 1
+        states = states_now([watched.run for watched in unfinished]) if unfinished else []
+        for watched, state in zip(unfinished, states, strict=True):
             # Without a node that lives it may be starting, or wait in a queue: its fleet knows.
-            one.has_machines = state == "running" or self._has_machines(one)
+            watched.has_machines = state == "running" or self._has_machines(watched)
 
     def _has_machines(self, watched: WatchedTrial) -> bool:
         """True unless the fleet of a run says that it has no machine, and none in a queue."""
-        fleet, now = fleet_of(watched.run.job.fleet.kind), self._clock()
+        fleet, moment = fleet_of(watched.run.job.fleet.kind), self._clock()
         if not fleet.trains_here:
             # Clouds list machines a while after they were ordered, and asking takes connections.
             self._require_trust(watched.run)
-            if watched.result is None and now - watched.since < _GRACE_SECONDS:
+            if watched.result is None and moment - watched.since < _GRACE_SECONDS:
                 return True
-            if now - watched.asked < _ASK_SECONDS:
+            if moment - watched.asked_at < _ASK_SECONDS:
                 return watched.has_machines
-        watched.asked = now
+        watched.asked_at = moment
         try:
             return any(not machine.is_over for machine in fleet.machines(watched.run))
         except PacktrainError:
@@ -325,7 +327,7 @@ class SweepDrive:
         at = Duration(self._plan.rungs[number - 1].at, self._plan.unit)
         dropped = sorted(survivors(self._plan, self._settled) - set(result.survivors))
         self._sweep.settle(number, result)
-        names = ", ".join(self._plan.trial(one).run for one in dropped)
+        names = ", ".join(self._plan.trial(trial_number).run for trial_number in dropped)
         early = f"; stopped early: {names}" if names else ""
         self._say(f"rung {number} of {len(self._plan.rungs)} ({at}): kept {len(result.survivors)}{early}")
 
@@ -341,7 +343,8 @@ class SweepDrive:
         if watched is not None and watched.result is None and watched.run.result() is not None:
             return  # it has ended since this look began
         busy = {self._watched[view.number].starts[-1].slot for view in self._views if view.state == "running"}
-        busy |= {one.starts[-1].slot for one in self._watched.values() if not one.looks}  # started a moment ago
+        just_started = (started for started in self._watched.values() if not started.looks)
+        busy |= {started.starts[-1].slot for started in just_started}
         slot = next((slot for slot in range(len(self._fleets)) if slot not in busy), None)
         if slot is None:  # another driver of this sweep had more of them
             return

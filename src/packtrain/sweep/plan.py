@@ -90,23 +90,23 @@ def _load(request: SweepRequest, combination: Combination) -> LoadedJob:
 
 def _check_different(jobs: Sequence[LoadedJob], combinations: Sequence[Combination]) -> None:
     """Refuse values that mean the same, such as 0.001 and 1e-3: the runs would be the same."""
-    known: dict[str, Combination] = {}
+    first_with: dict[str, Combination] = {}
     for loaded, combination in zip(jobs, combinations, strict=True):
-        other = known.setdefault(loaded.job.model_dump_json(), combination)
-        if other is not combination:
-            names = [", ".join(f"{field}={value}" for field, value in one.items()) for one in (other, combination)]
-            raise Mistake(f"--grid: {names[0]} and {names[1]} are the same job")
+        earlier = first_with.setdefault(loaded.job.model_dump_json(), combination)
+        if earlier is not combination:
+            first, second = (", ".join(map("=".join, values.items())) for values in (earlier, combination))
+            raise Mistake(f"--grid: {first} and {second} are the same job")
 
 
 def _measure(jobs: Sequence[LoadedJob]) -> BestBy:
-    found = set()
+    measures = set()
     for loaded in jobs:
         recipe = None if loaded.job.recipe is None else recipe_class(loaded.job.recipe, loaded.code)
-        found.add(measure_of(loaded.job, recipe))
-    if len(found) > 1:
-        names = ", ".join(sorted(measure.name or "none" for measure in found))
+        measures.add(measure_of(loaded.job, recipe))
+    if len(measures) > 1:
+        names = ", ".join(sorted(measure.name or "none" for measure in measures))
         raise Mistake(f"--grid: the runs have different scores ({names}), which do not compare; sweep one recipe")
-    return found.pop()
+    return measures.pop()
 
 
 def _rungs(jobs: Sequence[LoadedJob]) -> tuple[Rung, ...]:
@@ -123,8 +123,8 @@ def _rungs(jobs: Sequence[LoadedJob]) -> tuple[Rung, ...]:
 
 def _digest(jobs: Sequence[LoadedJob], rungs: Sequence[Rung]) -> str:
     """Return a digest of all that the sweep will do: the same command always finds the same sweep."""
-    parts = [loaded.job.model_dump_json() for loaded in jobs], [asdict(rung) for rung in rungs]
-    return hashlib.sha256(json.dumps(parts).encode()).hexdigest()[:16]
+    contents = [loaded.job.model_dump_json() for loaded in jobs], [asdict(rung) for rung in rungs]
+    return hashlib.sha256(json.dumps(contents).encode()).hexdigest()[:16]
 
 
 def create_sweep(prepared: PreparedSweep, progress: PackProgress) -> Sweep:
@@ -132,8 +132,8 @@ def create_sweep(prepared: PreparedSweep, progress: PackProgress) -> Sweep:
     plan = prepared.plan
     store = open_store(prepared.jobs[0].job.store, create=True)
     sweep = Sweep(store, plan.name)
-    found = sweep.find_plan()
-    if found is not None and found.digest != plan.digest:
+    existing = sweep.find_plan()
+    if existing is not None and existing.digest != plan.digest:
         raise Mistake(f"sweep {plan.name} exists and trains other runs; choose another --name")
     if not store.supports_put_if_absent():
         raise Mistake(f"{store.url} ignores put-if-absent, so a sweep could start runs twice; use another store")
@@ -142,7 +142,7 @@ def create_sweep(prepared: PreparedSweep, progress: PackProgress) -> Sweep:
     quiet = PlainProgress(lambda _: None)
     packed: set[str] = set()
     codes: dict[bytes, bytes] = {}
-    new: list[NewRun] = []
+    new_runs: list[NewRun] = []
     for loaded in prepared.jobs:
         fleet = loaded.job.fleet.model_dump_json()
         data = loaded.job.data.model_dump_json() if loaded.job.recipe is not None else ""
@@ -152,10 +152,10 @@ def create_sweep(prepared: PreparedSweep, progress: PackProgress) -> Sweep:
         packed.add(data)
         # One copy in memory: runs of one sweep mostly share their code.
         code = codes.setdefault(hashlib.sha256(run.code).digest(), run.code)
-        new.append(replace(run, code=code))
+        new_runs.append(replace(run, code=code))
     sweep.put_plan(plan)
-    for trial, run in zip(plan.trials, new, strict=True):
+    for trial, run in zip(plan.trials, new_runs, strict=True):
         job = run.job.model_dump_json(indent=1).encode()
         create_with(run, partial(create_trial_run, sweep, trial, job, run.code, run.pack_name))
-    require_uses(store, reduce(or_, (run.uses for run in new)))
+    require_uses(store, reduce(or_, (run.uses for run in new_runs)))
     return sweep

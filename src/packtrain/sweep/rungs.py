@@ -26,21 +26,21 @@ def rungs_for(trials: int, duration: Duration, every: Duration | None) -> tuple[
     rounds = math.ceil(math.log2(trials)) if trials > 1 else 0
     if not rounds:
         raise Mistake("--halving: needs at least two runs")
-    found: list[Rung] = []
+    rungs: list[Rung] = []
     for number in range(rounds):
         at, keep = duration.value / 2 ** (rounds - number), math.ceil(trials / 2 ** (number + 1))
         if every.unit == duration.unit:
             at = math.ceil(at / every.value - 1e-9) * every.value  # where there is an evaluation to judge by
-        if at < duration.value and (not found or at > found[-1].at):
-            found.append(Rung(at, keep))
-        elif found:
-            found[-1] = Rung(found[-1].at, keep)
-    if not found:
+        if at < duration.value and (not rungs or at > rungs[-1].at):
+            rungs.append(Rung(at, keep))
+        elif rungs:
+            rungs[-1] = Rung(rungs[-1].at, keep)
+    if not rungs:
         raise Mistake(
             f"--halving: the first evaluation (evaluate.every: {every}) has to come before the end ({duration});"
             " evaluate more often, or train longer"
         )
-    return tuple(found)
+    return tuple(rungs)
 
 
 @dataclass(frozen=True)
@@ -55,11 +55,11 @@ def ranked(scores: Mapping[int, RungScore | None], lower: bool) -> list[int]:
     """Return trials from best to worst; those without a score last, equal ones by their loss, then their number."""
 
     def order(trial: int) -> tuple[bool, float, float, int]:
-        found = scores[trial]
-        if found is None or not math.isfinite(found.score):
+        score = scores[trial]
+        if score is None or not math.isfinite(score.score):
             return True, 0.0, 0.0, trial
-        loss = found.loss if math.isfinite(found.loss) else math.inf
-        return False, found.score if lower else -found.score, loss, trial
+        loss = score.loss if math.isfinite(score.loss) else math.inf
+        return False, score.score if lower else -score.score, loss, trial
 
     return sorted(scores, key=order)
 
@@ -87,25 +87,26 @@ def next_actions(plan: SweepPlan, views: Sequence[TrialView], settled: Sequence[
     """Decide what happens next. `free` is how many more runs may train now."""
     round_, racing = len(settled), survivors(plan, settled)
     rung = plan.rungs[round_] if round_ < len(plan.rungs) else None
-    views = [view for view in views if view.number in racing or view.state == "running"]
     # A run that did not survive may still be on its way to a stop, and keeps its machines until then.
     late = tuple(view.number for view in views if view.state == "running" and view.number not in racing)
     views = [view for view in views if view.number in racing]
-    passed = [view for view in views if rung is not None and len(view.scores) > round_]
-    done = {view.number for view in passed if view.state != "running"}
-    done |= {view.number for view in views if view.state == "ended"}
-    if len(done) == len(views):
+    passed = {view.number for view in views if rung is not None and len(view.scores) > round_}
+    running = {view.number for view in views if view.state == "running"}
+    finished = (passed - running) | {view.number for view in views if view.state == "ended"}
+    if len(finished) == len(views):
         if rung is None:
             return Actions(stop=late, over=not late)
-        scores = {view.number: view.scores[round_] if len(view.scores) > round_ else None for view in views}
-        kept = [number for number in ranked(scores, plan.lower)[: rung.keep] if scores[number] is not None]
-        shown = {str(number): None if found is None else found.score for number, found in scores.items()}
-        return Actions(stop=late, settled=RungResult(shown, tuple(sorted(kept))))
-    stop = tuple(view.number for view in passed if view.state == "running")
+        return Actions(stop=late, settled=_settle(rung, round_, views, plan.lower))
+    startable = [view for view in views if view.state in ("new", "idle") and view.number not in finished]
     # Those that have trained before come first: their checkpoints are closer to the rung.
-    waiting = sorted(
-        (view.state == "new", view.number)
-        for view in views
-        if view.state in ("new", "idle") and view.number not in done
-    )
-    return Actions(tuple(number for _, number in waiting[: max(0, free)]), (*late, *stop))
+    startable.sort(key=lambda view: (view.state == "new", view.number))
+    start = tuple(view.number for view in startable[: max(0, free)])
+    return Actions(start, (*late, *(view.number for view in views if view.number in passed & running)))
+
+
+def _settle(rung: Rung, round_: int, views: Sequence[TrialView], lower: bool) -> RungResult:
+    """Return the scores of a round that is over, and the runs that train on."""
+    scores = {view.number: view.scores[round_] if len(view.scores) > round_ else None for view in views}
+    best = [number for number in ranked(scores, lower)[: rung.keep] if scores[number] is not None]
+    values = {str(number): None if score is None else score.score for number, score in scores.items()}
+    return RungResult(values, tuple(sorted(best)))

@@ -27,14 +27,14 @@ class Range:
     low: float
     high: float
     unit: str
-    whole: bool
+    is_whole: bool
 
     def draw(self, generator: random.Random) -> str:
         if self.low > 0 and self.high / self.low >= _LOGARITHMIC:
             value = math.exp(generator.uniform(math.log(self.low), math.log(self.high)))
         else:
             value = generator.uniform(self.low, self.high)
-        if self.whole:
+        if self.is_whole:
             return f"{round(value)}{self.unit}"
         rounded = float(f"{value:.{_DIGITS}g}")
         return f"{min(max(rounded, self.low), self.high):g}{self.unit}"
@@ -55,22 +55,22 @@ Combination = Mapping[str, str]
 
 def read_axis(text: str, is_random: bool) -> Axis:
     """Read `train.seed=1,2,3`, or with `is_random` a range such as `train.schedule.noam.peak=0.0001..0.01`."""
-    field, equals, given = text.partition("=")
+    field, equals, written = text.partition("=")
     field = field.strip()
     if not equals or not field:
         name = printable(field, 60)
         raise Mistake(f"--grid {name}: write it as field=value,value, such as train.schedule.noam.peak=0.001,0.003")
     if field.split(".")[0] in _FIXED:
         raise Mistake(f"--grid {field}: cannot be swept: {_FIXED[field.split('.')[0]]}")
-    if (found := _RANGE.fullmatch(given.strip())) is not None:
+    if (match := _RANGE.fullmatch(written.strip())) is not None:
         if not is_random:
             raise Mistake(f"--grid {field}: a range is drawn from; add --random N, or list the values")
-        low, high = float(found[1]), float(found[2])
+        low, high = float(match[1]), float(match[2])
         if low >= high:
             raise Mistake(f"--grid {field}: write the smaller number of a range first")
-        whole = all(re.fullmatch(r"[-+]?[0-9]+", found[place]) for place in (1, 2))
-        return Axis(field, range=Range(low, high, found[3], whole))
-    values = split_values(given)
+        is_whole = all(re.fullmatch(r"[-+]?[0-9]+", match[place]) for place in (1, 2))
+        return Axis(field, range=Range(low, high, match[3], is_whole))
+    values = split_values(written)
     if "" in values:
         raise Mistake(f"--grid {field}: has an empty value; write it as {field}=value,value")
     if len(set(values)) != len(values):
@@ -81,19 +81,19 @@ def read_axis(text: str, is_random: bool) -> Axis:
 def split_values(text: str) -> list[str]:
     """Split at commas, but not inside of brackets or quotes: `{size: tiny, heads: 2},base` has two values."""
     values, depth, quote = [""], 0, ""
-    for one in text:
+    for character in text:
         if quote:
-            quote = "" if one == quote else quote
-        elif one in _QUOTES:
-            quote = one
-        elif one in _OPEN:
+            quote = "" if character == quote else quote
+        elif character in _QUOTES:
+            quote = character
+        elif character in _OPEN:
             depth += 1
-        elif one in _CLOSE:
+        elif character in _CLOSE:
             depth -= 1
-        if one == "," and depth == 0 and not quote:
+        if character == "," and depth == 0 and not quote:
             values.append("")
         else:
-            values[-1] += one
+            values[-1] += character
     return [value.strip() for value in values]
 
 
@@ -101,7 +101,8 @@ def read_axes(texts: Sequence[str], is_random: bool) -> list[Axis]:
     axes = [read_axis(text, is_random) for text in texts]
     if not axes:
         raise Mistake("a sweep needs at least one --grid FIELD=VALUE,VALUE, such as --grid train.seed=1,2,3")
-    twice = next((one.field for at, one in enumerate(axes) if one.field in [axis.field for axis in axes[:at]]), None)
+    fields = [axis.field for axis in axes]
+    twice = next((field for field in fields if fields.count(field) > 1), None)
     if twice is not None:
         raise Mistake(f"--grid {twice}: is given twice; list all of its values in one")
     return axes
@@ -136,15 +137,15 @@ def _at(axes: Sequence[Axis], place: int) -> Combination:
 def _drawn(axes: Sequence[Axis], draws: int, seed: int) -> list[Combination]:
     _check_draws(draws)
     generator = random.Random(seed)  # noqa: S311 - not a secret
-    found: dict[tuple[str, ...], Combination] = {}
+    combinations: dict[tuple[str, ...], Combination] = {}
     for _ in range(100 * draws):
         drawn = {
             axis.field: axis.range.draw(generator) if axis.range else generator.choice(axis.values) for axis in axes
         }
-        found.setdefault(tuple(drawn.values()), drawn)
-        if len(found) == draws:
-            return list(found.values())
-    raise Mistake(f"--random {draws}: the ranges have too few different values; ask for at most {len(found)}")
+        combinations.setdefault(tuple(drawn.values()), drawn)
+        if len(combinations) == draws:
+            return list(combinations.values())
+    raise Mistake(f"--random {draws}: the ranges have too few different values; ask for at most {len(combinations)}")
 
 
 def _check_draws(draws: int) -> None:
