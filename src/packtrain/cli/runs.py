@@ -102,7 +102,7 @@ def _filter(states: Sequence[str], job: str | None, tags: Sequence[str], since: 
     unknown = next((state for state in states if state not in STATE_STYLES), None)
     if unknown is not None:
         raise Mistake(f"--state {unknown}: no such state; {nearest(unknown, STATE_STYLES)}")
-    start = None if since is None else parsed("--since", partial(parse_moment, now=time.time()), since)
+    start = None if since is None else parsed("--since", partial(parse_moment, present=time.time()), since)
 
     def matches(state: State, about: About | None) -> bool:
         if about is None:

@@ -126,9 +126,7 @@ def _check_name(store: Store, name: str, new_name: str) -> None:
         return
     if claim is not None or store.list(Run(store, new_name).folder):
         raise Mistake(f"{new_name} is the name of another run; choose another name")
-    if new_name == Run(store, name).job.name or any(
-        split_name(run_name)[0] == new_name for run_name in run_names(store)
-    ):
+    if new_name in {Run(store, name).job.name, *(split_name(run_name)[0] for run_name in run_names(store))}:
         raise Mistake(f"{new_name} is the name of a job, and stands for its newest run; choose another name")
 
 
