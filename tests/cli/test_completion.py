@@ -121,7 +121,7 @@ def test_the_schema_is_kept_for_the_same_code_only(
 ) -> None:
     made = cached_schema()
     [kept] = cache.glob("*.schema.json")
-    monkeypatch.setattr("packtrain.cli.schema.current_schema", lambda: {"other": "code"})
+    monkeypatch.setattr("packtrain.cli.template.current_schema", lambda: {"other": "code"})
     assert cached_schema() == made
     monkeypatch.setattr("packtrain.cli.completion.identity", lambda: "1.0-abc")
     assert cached_schema() == {"other": "code"}

@@ -156,7 +156,7 @@ def test_the_splits_of_a_folder_are_found(layout: str, tmp_path: Path) -> None:
     job = load(tmp_path / "job.yaml").job.data
     found = [[path for source in sources for path in source.paths] for sources in (job.train, job.valid, job.test)]
     assert found == [[str(data / path) for path in paths] for paths in expected]
-    assert len(written.taken) == (sum(map(bool, expected)) if layout != "classes" else 0)
+    assert len(written.data) == (sum(map(bool, expected)) if layout != "classes" else 0)
 
 
 AMBIGUOUS = {

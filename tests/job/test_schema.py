@@ -10,8 +10,7 @@ from typing import Any
 import pytest
 from jsonschema import Draft202012Validator
 
-from packtrain.cli.schema import EDITOR_LINE, SCHEMA, current_schema
-from packtrain.cli.template import TEMPLATES, InitRequest, write_job
+from packtrain.cli.template import EDITOR_LINE, SCHEMA, TEMPLATES, InitRequest, current_schema, write_job
 from packtrain.errors import FieldMistake, Mistake
 from packtrain.job.document import Document
 from packtrain.job.load import apply_overrides, load_job, read_document

@@ -67,7 +67,7 @@ PANELS = {
     "Set up": {
         "image": ("packages", "Build a container image, for Kubernetes or to serve models."),
         "bundle": ("packages", "Bundle a job with its wheels, code and pack, for offline use."),
-        "schema": ("schema", "Print the JSON Schema of the job file, for editors."),
+        "schema": ("jobs", "Print the JSON Schema of the job file, for editors."),
         "completion": ("completion", "Print a shell script that completes commands, runs and fields."),
     },
 }

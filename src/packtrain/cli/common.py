@@ -117,11 +117,11 @@ def parsed(option: str, parse: Callable[[str], float], text: str) -> float:
 
 
 def write_output(path: Path, text: str, option: str = "-o") -> None:
-    """Write a file that an option names."""
+    """Write a file; the option that named it, if one did, is for the error."""
     try:
         path.write_text(text, "utf-8")
     except OSError as error:
-        raise Mistake(f"{option} {path}: cannot write it: {error.strerror}") from None
+        raise Mistake(f"{f'{option} {path}'.lstrip()}: cannot write it: {error.strerror}") from None
 
 
 def hints(run: Run, *words: str) -> list[str]:

@@ -110,7 +110,7 @@ def cached_commands(tree: Any) -> Command:
 
 def cached_schema() -> Schema:
     """Return the schema of the job file; making it takes a second."""
-    from packtrain.cli.schema import current_schema  # takes as long to import as the schema takes to make
+    from packtrain.cli.template import current_schema  # takes as long to import as the schema takes to make
 
     return _cached("job-*.schema.json", current_schema)
 

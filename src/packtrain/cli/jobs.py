@@ -1,4 +1,4 @@
-"""Commands that start from a job: init, pack, run, resume."""
+"""Commands that start from a job: init, schema, pack, run, resume."""
 
 from __future__ import annotations
 
@@ -21,11 +21,12 @@ from packtrain.cli.common import (
     find_run,
     hints,
     trusting,
+    write_output,
 )
 from packtrain.cli.follow import follow
-from packtrain.cli.output import unread_output
+from packtrain.cli.output import json_text, unread_output
 from packtrain.cli.screen import ProgressBars, Screen, console, say_detail
-from packtrain.cli.template import TEMPLATES, InitRequest, write_job
+from packtrain.cli.template import TEMPLATES, InitRequest, current_schema, write_job
 from packtrain.data.pack import Pack
 from packtrain.errors import Mistake
 from packtrain.fleet import StartedNode, fleet_of, release
@@ -94,11 +95,24 @@ def init(
     written = write_job(InitRequest(kind, job, name, data or (), valid or ()), ask)
     *first, last = written.files
     screen.say(f"Wrote {', '.join(first)}{' and ' if first else ''}{last}")
-    screen.say_lines(f"  data:    {line}" for line in written.taken)
+    screen.say_lines(f"  data:    {line}" for line in written.data)
     screen.say_lines(f"  note:    {line}" for line in written.notes)
     screen.say("  train:   ", (to_type("run", str(job)), "bold"))
     if written.example:
         screen.say("  predict: ", (f"{to_type('predict')} {written.example}", "bold"))
+
+
+def schema(
+    output: Annotated[
+        Path | None, typer.Option("-o", "--output", metavar="FILE", help="File to write. Default: print it.")
+    ] = None,
+) -> None:
+    """Print the JSON Schema of the job file, for editors."""
+    text = json_text(current_schema())
+    if output is None:
+        print(text)
+    else:
+        write_output(output, f"{text}\n", option="")
 
 
 def pack(

@@ -8,16 +8,23 @@ import re
 from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field, replace
+from functools import cache
 from importlib.resources import files
 from pathlib import Path
 from string import Template
 
-from packtrain.cli.schema import EDITOR_LINE, write_beside
+from packtrain.cli.common import write_output
+from packtrain.cli.output import json_text
 from packtrain.cli.splits import Ask, Splits, find_splits
 from packtrain.errors import Mistake, nearest
 from packtrain.job.part import is_address, is_name
-from packtrain.recipes import RECIPES, recipe_template
+from packtrain.job.schema import Schema, job_schema
+from packtrain.recipes import RECIPES, recipe_class, recipe_template
 from packtrain.recipes.template import Files, JobTemplate, divided, english, german, lines
+
+# Beside the job file: it works offline, from any checkout, and the name of the folder keeps it out of the run's code.
+SCHEMA = Path(".packtrain/job.schema.json")
+EDITOR_LINE = f"# yaml-language-server: $schema={SCHEMA}\n"
 
 _COMMENT_COLUMN = 35
 _COMMENT = re.compile(r"^( *[^ #\n].*?) +# ", re.MULTILINE)
@@ -74,12 +81,12 @@ class InitRequest:
 class InitResult:
     """Descriptions of the files that were written, and arguments of `packtrain predict` to try.
 
-    `taken` says which data was found in a folder, and `notes` what that means.
+    `data` says which data was found in a folder, and `notes` what that means.
     """
 
     files: list[str]
     example: str = ""
-    taken: Sequence[str] = ()
+    data: Sequence[str] = ()
     notes: Sequence[str] = ()
 
 
@@ -101,12 +108,12 @@ def write_job(request: InitRequest, ask: Ask = lambda _question, _answers: None)
     if request.train:
         if not template.format:
             raise Mistake(f"--data: not for a {request.kind}, which reads its data itself")
-        found = _splits(template.format, request, ask)
-        splits = {"train": found.train, "valid": found.valid, "test": found.test}
+        named_splits = _splits(template.format, request, ask)
+        splits = {"train": named_splits.train, "valid": named_splits.valid, "test": named_splits.test}
         sources = {split: _source(template.format, split, paths, folder) for split, paths in splits.items()}
-        if tuple(request.train) != found.train:
-            taken = [f"{' '.join(paths)} for {split}" for split, paths in splits.items() if paths]
-            result = replace(result, taken=taken, notes=found.notes)
+        if tuple(request.train) != named_splits.train:
+            data_of_splits = [f"{' '.join(paths)} for {split}" for split, paths in splits.items() if paths]
+            result = replace(result, data=data_of_splits, notes=named_splits.notes)
     else:
         sources = {split: _toy_source(template, split, data.name) for split in ("train", "valid")}
         if toy_files := template.make_data():
@@ -122,8 +129,16 @@ def write_job(request: InitRequest, ask: Ask = lambda _question, _answers: None)
     if sources.get("test"):
         text = _VALID.sub(lambda valid: f"{valid[0]}  test: [{sources['test']}]\n", text)
     _write(request.path, {request.path: (EDITOR_LINE + _aligned(text)).encode(), **beside})
-    write_beside(request.path)
+    schema = request.path.parent / SCHEMA
+    schema.parent.mkdir(exist_ok=True)
+    write_output(schema, f"{json_text(current_schema())}\n", option="")
     return result
+
+
+@cache
+def current_schema() -> Schema:
+    """Return the schema of a job file, with the options of the recipes that come with Packtrain."""
+    return job_schema({name: recipe_class(name) for name in RECIPES})
 
 
 def _splits(kind: str, request: InitRequest, ask: Ask) -> Splits:
@@ -131,15 +146,15 @@ def _splits(kind: str, request: InitRequest, ask: Ask) -> Splits:
     named = Splits(tuple(request.train), tuple(request.valid))
     if len(named.train) != 1 or is_address(named.train[0]) or not Path(named.train[0]).is_dir():
         return named
-    found = find_splits(kind, Path(named.train[0]), ask)
-    if found is None:
+    splits = find_splits(kind, Path(named.train[0]), ask)
+    if splits is None:
         return named
-    return replace(found, valid=named.valid) if named.valid else found
+    return replace(splits, valid=named.valid) if named.valid else splits
 
 
 def _aligned(text: str) -> str:
     """Align the comments after fields, whatever was substituted before them."""
-    return _COMMENT.sub(lambda found: f"{found[1]:<{_COMMENT_COLUMN}} # ", text)
+    return _COMMENT.sub(lambda before: f"{before[1]:<{_COMMENT_COLUMN}} # ", text)
 
 
 def template_of(kind: str) -> JobTemplate:

@@ -122,10 +122,10 @@ class Languages(Recipe):
         import torch
 
         device = next(model.parameters()).device
-        found = []
+        predictions = []
         for row in self.pack.vocabulary.encode(inputs):
             with torch.inference_mode():
                 probabilities = model(torch.tensor([row or [PAD]], device=device)).softmax(1)[0]
             best = int(probabilities.argmax())
-            found.append(Prediction(f"{self._languages[best]} {float(probabilities[best]):.0%}"))
-        return found
+            predictions.append(Prediction(f"{self._languages[best]} {float(probabilities[best]):.0%}"))
+        return predictions

@@ -41,9 +41,9 @@ for step in range(first, options.steps):
     optimizer.step()
     if (step + 1) % 50 == 0 and rank == 0:
         print(f"step {step + 1} loss {loss.item():.6f}")
-        part = checkpoint.with_suffix(".part")
-        save_file({**model.state_dict(), "step": torch.tensor(step + 1)}, part)
-        part.rename(checkpoint)
+        unfinished = checkpoint.with_suffix(".part")
+        save_file({**model.state_dict(), "step": torch.tensor(step + 1)}, unfinished)
+        unfinished.rename(checkpoint)
 
 if rank == 0:
     print(f"y = {model.weight.item():.2f} x + {model.bias.item():.2f}")
