@@ -42,8 +42,7 @@ class Packed:
     opened: Pack
 
     def columns(self, split: str) -> Iterator[Columns]:
-        reader = self.opened.split(split)
-        return (reader.shard(number) for number in range(reader.num_shards))
+        return self.opened.split(split).shards()
 
     @property
     def stats(self) -> PackStats:

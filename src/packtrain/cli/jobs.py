@@ -145,8 +145,7 @@ def _show_stats(screen: Screen, store: Store, manifest: Manifest) -> None:
     pack = Pack(store, manifest.name, cache_directory() / "packs")
 
     def columns(split: str) -> Iterator[Columns]:
-        reader = pack.split(split)
-        return (reader.shard(number) for number in range(reader.num_shards))
+        return pack.split(split).shards()
 
     vocabularies = [pack.vocabulary] if manifest.vocabulary else []
     vocabularies += [pack.target_vocabulary] if manifest.target_vocabulary else []

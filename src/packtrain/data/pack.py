@@ -11,7 +11,7 @@ from contextlib import contextmanager
 from functools import cached_property
 from itertools import pairwise
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -118,20 +118,6 @@ class Pack:
             pool.shutdown(cancel_futures=True)
 
 
-class Piece(NamedTuple):
-    """Rows of one shard."""
-
-    shard: int
-    rows: Ids
-
-
-class ByShard(NamedTuple):
-    """Samples grouped by shard. `back` has the place of each sample in the pieces; None if the order is unchanged."""
-
-    back: Ids | None
-    pieces: list[Piece]
-
-
 class SplitReader:
     """The samples of all shards, with continuous numbers. Threads may share it.
 
@@ -158,10 +144,6 @@ class SplitReader:
 
     def __len__(self) -> int:
         return int(self._ends[-1])
-
-    @property
-    def num_shards(self) -> int:
-        return len(self._shards)
 
     def shard(self, number: int) -> Columns:
         with self._lock:
@@ -215,21 +197,24 @@ class SplitReader:
         number = int(np.searchsorted(self._ends, sample, side="right"))
         return self.shard(number), sample - self._start(number)
 
-    def by_shard(self, ids: Ids) -> ByShard:
+    def by_shard(self, ids: Ids) -> tuple[Ids | None, list[tuple[int, Ids]]]:
+        """Group samples by shard: return the place of each in the groups, and the number and the rows of each shard.
+
+        None instead of the places if the order is unchanged.
+        """
         numbers = np.searchsorted(self._ends, ids, side="right").astype(self._number_type)
         if not len(ids) or (numbers == numbers[0]).all():
-            return ByShard(None, [Piece(int(number), ids - self._start(int(number))) for number in numbers[:1]])
+            return None, [(int(number), ids - self._start(int(number))) for number in numbers[:1]]
         # Grouped, so that each shard is looked up once per batch and not once per sample.
         order = numbers.argsort(kind="stable")
         numbers, rows = numbers[order], ids[order]
         edges = [0, *(np.flatnonzero(numbers[1:] != numbers[:-1]) + 1).tolist(), len(ids)]
         pieces = [
-            Piece(number := int(numbers[start]), rows[start:end] - self._start(number))
-            for start, end in pairwise(edges)
+            (number := int(numbers[start]), rows[start:end] - self._start(number)) for start, end in pairwise(edges)
         ]
         back = np.empty_like(order)
         back[order] = np.arange(len(ids))
-        return ByShard(back, pieces)
+        return back, pieces
 
     def _start(self, number: int) -> int:
         return int(self._ends[number - 1]) if number else 0
@@ -241,15 +226,16 @@ class SplitReader:
     def lengths(self, name: str) -> NDArray[np.int64]:
         """Return the length of each row of a ragged column. The first call reads all shards."""
         if name not in self._lengths:
-            self._lengths[name] = np.concatenate([shard.ragged[name].lengths for shard in self._all()])
+            self._lengths[name] = np.concatenate([shard.ragged[name].lengths for shard in self.shards()])
         return self._lengths[name]
 
     def plain(self, name: str) -> NDArray[Any]:
         """Return a plain column as a whole. Reads all shards."""
         # Copied one by one: views would keep every shard open until the last is read.
-        return np.concatenate([shard.plain[name].copy() for shard in self._all()])
+        return np.concatenate([shard.plain[name].copy() for shard in self.shards()])
 
-    def _all(self) -> Iterator[Columns]:
+    def shards(self) -> Iterator[Columns]:
+        """Yield all shards in order, and download a few ahead of their use."""
         with self.prefetched(range(len(self._shards))):
             for number in range(len(self._shards)):
                 yield self.shard(number)

@@ -175,9 +175,8 @@ class Truncation:
 def truncate(split: SplitReader, shape: ChatShape) -> tuple[TokenPairs, Truncation]:
     """Return the last turns before each reply and the reply, both cut to the positions of the model."""
     # Shard by shard: a conversation that continues in the next shard loses its earlier turns, which is rare.
-    shards = [split.shard(number) for number in range(split.num_shards)]
     prompts, replies, cut_prompts = [], [], 0
-    for shard in shards:
+    for shard in split.shards():
         starts, ends = _prompt_slices(shard, shape.turns)
         cut_prompts += int((ends - starts > shape.prompt).sum())
         prompts.append(_slices(shard.ragged["source"], np.maximum(starts, ends - shape.prompt), ends))
