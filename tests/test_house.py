@@ -108,6 +108,27 @@ def test_modules_import_in_one_direction(nodes: Nodes) -> None:
     assert wrong == []
 
 
+def test_only_its_own_folder_and_the_registry_name_a_recipe(nodes: Nodes) -> None:
+    """A recipe is one folder and one line; in pack/, its word may be that of a field in raw data."""
+    names = sorted(folder.name for folder in (SOURCE / "recipes").iterdir() if (folder / "job.yaml").is_file())
+    assert len(names) > 3
+    wrong = []
+    for path in nodes:
+        place = path.relative_to(SOURCE).parts
+        words = {node.value for node in nodes[path] if isinstance(node, ast.Constant) and isinstance(node.value, str)}
+        for name in names:
+            if place[:2] in (("recipes", name), ("recipes", "__init__.py")):
+                continue
+            modules = [
+                module for module in imports(nodes[path]) if f"{module}.".startswith(f"packtrain.recipes.{name}.")
+            ]
+            wrong += [f"{path} imports {module}" for module in modules]
+            wrong += [f"{path} names {name}"] if name in words and place[0] != "pack" else []
+    scripts = [*SOURCE.rglob("*.js"), *SOURCE.rglob("*.html")]
+    quoted = re.compile(rf"""["'`]({"|".join(names)})["'`]""")
+    assert wrong + [place for place, line in lines(scripts) if quoted.search(line)] == []
+
+
 def test_nothing_unsafe_is_used(nodes: Nodes) -> None:
     assert [f"{path} {fault}" for path in nodes for fault in faults(nodes[path])] == []
 

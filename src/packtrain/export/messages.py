@@ -317,6 +317,15 @@ class ServiceLimits(_ResponseModel):
     timeout_seconds: float
 
 
+class ActionWords(_ResponseModel):
+    """Words for what the model does: what to ask of it, while it works, of its inputs, and of its outputs."""
+
+    action: str
+    doing: str
+    done: str
+    result: str
+
+
 class ModelFacts(_ResponseModel):
     """The model and the inputs and options that it accepts; clients of OpenAI ignore these facts."""
 
@@ -326,6 +335,7 @@ class ModelFacts(_ResponseModel):
     step: int
     inputs: Literal["texts", "images"]
     chat: bool
+    words: ActionWords
     options: list[str] = Field(description="Options that /v1/predict accepts.")
     beam: int = Field(description="Beam size without the option.")
     limits: ServiceLimits

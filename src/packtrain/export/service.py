@@ -16,7 +16,7 @@ from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, disa
 
 from packtrain.errors import Mistake
 from packtrain.export.batching import Batched, Batcher, BatchTimes
-from packtrain.export.messages import MAX_INPUTS, ModelEntry, ModelFacts, ServiceLimits
+from packtrain.export.messages import MAX_INPUTS, ActionWords, ModelEntry, ModelFacts, ServiceLimits
 from packtrain.export.model import ExportedModel, trial_inputs
 from packtrain.export.predict import DecodeOptions
 from packtrain.pack.picture import pixels_to_decode
@@ -27,7 +27,7 @@ from packtrain.recipes.pairs import MAX_INPUT_TOKENS, PairRecipe
 from packtrain.recipes.recipe import Conversational, InputMistake, Network
 
 # The work that counts as one input: tokens that are read, or written in every hypothesis, and pixels of a file.
-_TOKENS_PER_INPUT, _PIXELS_PER_INPUT = 512, 1_000_000
+_TOKENS_PER_INPUT, _CHARACTERS_PER_INPUT, _PIXELS_PER_INPUT = 512, 2048, 1_000_000
 # And the time to read what precedes the pixels, mostly below a millisecond: it may have millions of small parts.
 _SECONDS_PER_INPUT = 0.01
 # Of one text, which cannot be divided: others wait for all of it. A model's own beam is accepted for any length.
@@ -265,6 +265,7 @@ class Service:
             max_inputs=min(MAX_INPUTS, self.settings.largest_request),
             timeout_seconds=self.settings.timeout_seconds,
         )
+        words = recipe.words
         facts = ModelFacts(
             recipe=str(recipe.job.recipe),
             form=model.form,
@@ -272,6 +273,7 @@ class Service:
             step=model.step,
             inputs=recipe.inputs,
             chat=isinstance(recipe, Conversational),
+            words=ActionWords(action=words.action, doing=words.doing, done=words.done, result=words.result),
             options=sorted(model.options),
             beam=recipe.decoding.beam,
             limits=limits,
@@ -308,13 +310,15 @@ class Service:
 
     def sizes(self, manner: Manner, questions: Sequence[Question]) -> list[int]:
         """Return as how many inputs each question counts, by the work that it takes; end early if it is too much."""
-        recipe, values = self.model.recipe, [question.value for question in questions]
+        recipe = self.model.recipe
+        values: list[Any] = [question.value for question in questions]  # of the one kind that the recipe takes
         if isinstance(recipe, PairRecipe):
             return [1 + tokens // _TOKENS_PER_INPUT for tokens in _tokens(recipe, values, manner.decoding)]
+        if recipe.inputs == "texts":
+            return [1 + sum(map(len, _texts(value))) // _CHARACTERS_PER_INPUT for value in values]
         written = manner.decoding.beam * recipe.longest_output if isinstance(recipe, ImageRecipe) else 0
         sizes: list[int] = []
         for value in values:
-            assert isinstance(value, bytes)
             started = time.thread_time()
             decoded = pixels_to_decode(value) // _PIXELS_PER_INPUT
             opened = int((time.thread_time() - started) / _SECONDS_PER_INPUT)
@@ -362,7 +366,7 @@ class Service:
             predictions = recipe.reply(network, values, manner.decoding)
         else:
             predictions = recipe.predict(network, values, manner.decoding)
-        read = iter(recipe.pack.vocabulary.encode([text for value in values for text in _texts(value)]))
+        read = iter(self._encoded([text for value in values for text in _texts(value)]))
         counts = [sum(len(next(read)) for _ in _texts(value)) for value in values]
         rows = zip(questions, predictions, counts, strict=True)
         return [
@@ -370,13 +374,17 @@ class Service:
             for question, prediction, num_read in rows
         ]
 
+    def _encoded(self, texts: Sequence[str]) -> Sequence[Sequence[int]]:
+        """Return the tokens of texts; nothing for a recipe without a vocabulary, which counts none."""
+        pack = self.model.recipe.pack
+        return pack.vocabulary.encode(texts) if pack.manifest.vocabulary is not None else [()] * len(texts)
+
     def _outputs(self, prediction: Prediction, max_tokens: int | None) -> tuple[Written, ...]:
-        vocabulary = self.model.recipe.pack.vocabulary
         texts = [candidate["output"] for candidate in prediction.details.get("n_best", ())] or [prediction.text]
         outputs = []
-        for text, tokens in zip(texts, vocabulary.encode(texts), strict=True):
+        for text, tokens in zip(texts, self._encoded(texts), strict=True):
             if max_tokens is not None and len(tokens) > max_tokens:
-                [cut] = vocabulary.decode([tokens[:max_tokens]])
+                [cut] = self.model.recipe.pack.vocabulary.decode([tokens[:max_tokens]])
                 outputs.append(Written(cut, max_tokens, is_cut=True))
             else:
                 outputs.append(Written(text, len(tokens)))

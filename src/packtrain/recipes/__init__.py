@@ -50,7 +50,7 @@ __all__ = [
 ]
 
 # Names of classes, not the classes: importing this package imports no recipe.
-RECIPES: Mapping[str, str] = {
+RECIPES: dict[str, str] = {
     "caption": "packtrain.recipes.caption:Caption",
     "classify": "packtrain.recipes.classify:Classify",
     "translate": "packtrain.recipes.translate:Translate",

@@ -164,13 +164,15 @@ class Prediction:
 class TaskWords:
     """Words that people read of a recipe: on the card of a model, on the page of its service, and beside its samples.
 
-    `hub_task` is what Hugging Face's hub calls the task. On the service's page `action` is what a person asks the model
-    to do, and `result` what comes of it. The samples of an evaluation have an `input` and an `output`; if outputs
-    `follow_references`, the differences between both are marked.
+    `hub_task` is what Hugging Face's hub calls the task. On the service's page a person asks the model to do `action`;
+    `doing`, `done` and `result` are said while it does, of the inputs, and of what comes of it. Samples of texts have
+    an `input` and an `output`; if outputs `follow_references`, the differences between both are marked.
     """
 
     hub_task: str = ""
     action: str = "predict"
+    doing: str = "predicting"
+    done: str = "predicted"
     result: str = "prediction"
     input: str = "Input"
     output: str = "Prediction"

@@ -34,6 +34,7 @@ from packtrain.observe.follower import TELEMETRY
 from packtrain.observe.goodput import Goodput
 from packtrain.observe.history import KINDS
 from packtrain.observe.spans import LABELS, RECORDED
+from packtrain.recipes import Recipe, built_in
 from packtrain.report import finding_json, findings_of
 from packtrain.report.account import compared
 from packtrain.report.origin import command_of, generated_source
@@ -263,11 +264,14 @@ class DashboardEndpoints:
     def samples(self, request: Request) -> Response:
         query = Query(request)
         step = query.integer("step", None, 0, 2**53)
-        _, reader = self._reader(query.text("run"), ("metrics",))
+        run, reader = self._reader(query.text("run"), ("metrics",))
         if step is None:
             return json_answer({"steps": reader.sampled_steps()})
+        words = (built_in(run.job.recipe) or Recipe).words
+        labels = {"input": words.input, "output": words.output, "follow_references": words.follow_references}
         samples = reader.samples(step)
-        return json_answer(_clean({"step": step, "samples": [{**_NO_PICTURE, **vars(sample)} for sample in samples]}))
+        rows = [{**_NO_PICTURE, **vars(sample)} for sample in samples]
+        return json_answer(_clean({"step": step, "words": labels, "samples": rows}))
 
     def picture(self, request: Request) -> Response:
         query = Query(request)

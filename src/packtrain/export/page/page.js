@@ -73,13 +73,18 @@ function optionFields(names) {
   };
 }
 
-// Translation: each line is one input.
+// Texts: each line is one input.
 
 function showText() {
   const find = view("text-view");
   const options = optionFields(model.packtrain.options);
   const [form, input, output] = [find("form"), find("#input"), find("#output")];
-  find("#hint").textContent = `${/Mac|iP/.test(navigator.platform) ? "⌘" : "Ctrl"}+Enter translates`;
+  const { action, doing, done, result } = model.packtrain.words;
+  input.placeholder = `Type or paste text. Each line is ${done} by itself.`;
+  find("button").textContent = capitalized(action);
+  find("#output-label").textContent = capitalized(result);
+  find(".placeholder").textContent = `The ${result} appears here.`;
+  find("#hint").textContent = `${/Mac|iP/.test(navigator.platform) ? "⌘" : "Ctrl"}+Enter ${action}s`;
   input.addEventListener("keydown", (event) => {
     if (event.key === "Enter" && (event.ctrlKey || event.metaKey)) form.requestSubmit();
   });
@@ -90,7 +95,7 @@ function showText() {
     const button = find("button");
     const started = performance.now();
     button.disabled = true;
-    output.replaceChildren(make("p", "busy", "Translating…"));
+    output.replaceChildren(make("p", "busy", `${capitalized(doing)}…`));
     try {
       const filled = lines.map((line, at) => [line, at]).filter(([line]) => line.trim());
       const answer = await predict({ inputs: filled.map(([line]) => line) }, options());
@@ -111,6 +116,10 @@ function showText() {
       button.disabled = false;
     }
   });
+}
+
+function capitalized(word) {
+  return word[0].toUpperCase() + word.slice(1);
 }
 
 function others(outputs) {

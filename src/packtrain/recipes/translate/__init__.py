@@ -39,7 +39,7 @@ class Translate(PairRecipe):
     }
     tolerances: ClassVar[Mapping[str, float]] = {"bleu": 0.3}
     sizes = SIZES
-    words = TaskWords(hub_task="translation", action="translate", result="translation")
+    words = TaskWords("translation", "translate", "translating", "translated", "translation")
     defaults: ClassVar[Mapping[str, object]] = {
         "data": {"vocabulary": 32768},
         "model": "base",

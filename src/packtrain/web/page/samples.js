@@ -84,6 +84,7 @@ export class Samples {
     try {
       const answer = await this.#asker.ask("api/samples", { run: this.view.name, step });
       if (answer === null || this.closed) return;
+      this.words = answer.words;
       const pictures = answer.samples.some((sample) => sample.picture);
       this.list.classList.toggle("pictures", pictures);
       this.list.replaceChildren(...answer.samples.map((sample, place) => this.#sample(sample, place)));
@@ -123,11 +124,11 @@ export class Samples {
   }
 
   #text(sample, place) {
-    const chat = this.view.row?.recipe === "chat";
-    const [wrong, missing] = chat ? [[sample.prediction], [sample.reference]] : difference(sample.prediction, sample.reference);
+    const { input, output, follow_references: compared } = this.words;
+    const [wrong, missing] = compared ? difference(sample.prediction, sample.reference) : [[sample.prediction], [sample.reference]];
     const line = (label, className, content) => [make("dt", "", label), make("dd", className, ...content)];
     const same = sample.prediction === sample.reference;
-    const body = make("dl", "", ...line(chat ? "Prompt" : "Input", "input", [clean(sample.input)]), ...line(chat ? "Reply" : "Prediction", "prediction", wrong), ...line("Reference", "reference", missing));
+    const body = make("dl", "", ...line(input, "input", [clean(sample.input)]), ...line(output, "prediction", wrong), ...line("Reference", "reference", missing));
     const history = make("div", "history");
     const follow = button("plain", "Over time", async () => {
       const open = follow.getAttribute("aria-expanded") === "true";
