@@ -26,9 +26,9 @@ from packtrain.pack.workers import InProcess
 from packtrain.recipes import RECIPES
 from packtrain.run.run import Run
 from packtrain.store import open_store
-from packtrain.web.board import Board
 from packtrain.web.endpoints import DashboardEndpoints
 from packtrain.web.news import News
+from packtrain.web.run_list import RunList
 from parts.command import Packtrain
 from parts.service import running
 
@@ -360,9 +360,9 @@ def test_a_new_recipe_with_a_new_kind_of_pack_trains_is_evaluated_exported_serve
     assert "accuracy" in done.stdout
     assert "signals linear" in done.stdout
     store = open_store("./store")
-    board = Board(store)
-    board.look()
-    with TestClient(DashboardEndpoints(store, News(board)).application(), base_url="http://localhost") as page:
+    runs = RunList(store)
+    runs.look()
+    with TestClient(DashboardEndpoints(store, News(runs)).application(), base_url="http://localhost") as page:
         [*_, step] = page.get("/api/samples", params={"run": run.name}).json()["steps"]
         shown = page.get("/api/samples", params={"run": run.name, "step": step}).json()
     assert (shown["words"]["input"], len(shown["samples"])) == ("Signal", 5)
