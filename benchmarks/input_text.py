@@ -32,11 +32,11 @@ import bench
 from packtrain.data.loader import Order
 from packtrain.data.order import Ids, sort_keys
 from packtrain.data.pack import SplitReader, pad
+from packtrain.files import sha256_of
 from packtrain.pack.bitext import BitextSource
 from packtrain.pack.manifest import ShardFile
 from packtrain.pack.shard import Columns, Ragged, encode_shard
 from packtrain.pack.vocabulary import BOS, EOS, PAD, Vocabulary
-from packtrain.system import sha256_of
 
 DATA = bench.EXAMPLES / "data" / "en-de"
 VOCABULARY = 4000

@@ -29,8 +29,8 @@ import bench
 from packtrain.api import RunHandle
 from packtrain.api import run as start_run
 from packtrain.node.telemetry import rank_of
+from packtrain.process import end_with_parent
 from packtrain.run.run import Run
-from packtrain.system import end_with_parent
 from packtrain.train.control import RUN_VARIABLE
 
 EXAMPLE = bench.EXAMPLES / "translate.yaml"

@@ -15,8 +15,8 @@ import pytest
 import typer.main
 import typer.testing
 
+from packtrain.files import FileLock
 from packtrain.store import Store, open_store
-from packtrain.system import FileLock
 from parts import azure, ceph, gcs, hosts, kubernetes
 from parts.hosts import Network
 from parts.kubernetes import KubernetesCluster

@@ -19,9 +19,9 @@ SOURCE = ROOT / "src" / "packtrain"
 
 # A package or module imports from itself or from those before it in this list, as in docs/architecture.md.
 ORDER = [
-    "errors", "units", "identity", "system", "process", "backoff", "http_server", "store", "job", "pack", "data", "run",
-    "housekeeping", "recipes", "observe", "train", "node", "fleet", "plan", "report", "export", "launch", "sweep",
-    "web", "api", "cli",
+    "errors", "units", "identity", "files", "system", "process", "backoff", "http_server", "store", "job", "pack",
+    "data", "run", "housekeeping", "recipes", "observe", "train", "node", "fleet", "plan", "report", "export", "launch",
+    "sweep", "web", "api", "cli",
 ]  # fmt: skip
 
 # Modules, functions and arguments that run code from data, pass text to a shell, follow links out of an archive, or

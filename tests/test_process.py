@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from packtrain.errors import EXIT_MISTAKE, Mistake
-from packtrain.process import LOG_VARIABLE, OwnLog, exit_code_of, run_main
+from packtrain.process import LOG_VARIABLE, OwnLog, exit_code_of, run_main, to_type
 
 
 @pytest.mark.parametrize(
@@ -51,3 +51,18 @@ def test_a_log_is_removed_and_not_passed_on(tmp_path: Path, monkeypatch: pytest.
     log.remove()
     assert not path.exists()
     OwnLog().remove()  # without a log of its own
+
+
+def test_a_hint_has_the_path_of_the_command_where_the_shell_does_not_find_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    script = tmp_path / "an environment" / "packtrain"
+    script.parent.mkdir()
+    script.touch(mode=0o755)
+    monkeypatch.setattr(sys, "argv", [str(script), "run"])
+    monkeypatch.setenv("PATH", str(script.parent))
+    assert to_type("follow", "job-1") == "packtrain follow job-1"
+    monkeypatch.setenv("PATH", str(tmp_path))
+    assert to_type("follow", "job-1") == f"'{script}' follow job-1"
+    monkeypatch.setattr(sys, "argv", ["packtrain/__main__.py"])
+    assert to_type("follow", "job-1") == "packtrain follow job-1"

@@ -23,6 +23,7 @@ from packtrain.launch.start import start, wait_until_joined
 from packtrain.observe.history import read_points
 from packtrain.observe.status import Status, read_end
 from packtrain.pack.build import PlainProgress
+from packtrain.process import say
 from packtrain.report import write_report
 from packtrain.report.frame import frame_of, library_of
 from packtrain.report.notebook import Report, draw, panel_of, place_to_draw, runs_table
@@ -33,7 +34,6 @@ from packtrain.run.records import LogLine, Point, Result
 from packtrain.run.run import Run, open_run, run_names
 from packtrain.run.trust import Accept, CodeReview
 from packtrain.store import default_store, open_store
-from packtrain.system import say
 from packtrain.units import counted
 
 _READERS = 16

@@ -1,19 +1,11 @@
-"""The operating system: digests of files, locks, this machine, its cache, log lines, threads, the end of a parent."""
+"""This machine as Packtrain uses it: its name, its cores, and the directories for its cache and state."""
 
 from __future__ import annotations
 
-import ctypes
-import fcntl
-import hashlib
 import os
 import shlex
-import shutil
-import signal
 import socket
 import stat
-import sys
-import threading
-from collections.abc import Callable
 from contextlib import suppress
 from getpass import getuser
 from pathlib import Path
@@ -22,66 +14,6 @@ from tempfile import gettempdir
 from packtrain.errors import Mistake
 
 COMPILED = "torchinductor"  # the folder of the cache
-_PR_SET_PDEATHSIG, _PR_SET_NAME = 1, 15
-
-
-def sha256_of(path: Path) -> str:
-    with path.open("rb") as file:
-        return hashlib.file_digest(file, "sha256").hexdigest()
-
-
-class FileLock:
-    """A lock on a file, held until it is closed or the process ends, for whatever reason.
-
-    An exclusive lock creates the file if needed; a shared one needs a file that exists and can be read.
-    """
-
-    _descriptor = -1
-
-    def __init__(self, path: Path, *, shared: bool = False, wait: bool = True) -> None:
-        """Raise BlockingIOError if another process holds the lock and `wait` is false."""
-        # flock on network mounts needs a descriptor that may write for an exclusive lock. A link in place of the file
-        # could lead anywhere: it is an error.
-        flags = os.O_CLOEXEC | os.O_NOFOLLOW | (os.O_RDONLY if shared else os.O_RDWR | os.O_CREAT)
-        kind = (fcntl.LOCK_SH if shared else fcntl.LOCK_EX) | (0 if wait else fcntl.LOCK_NB)
-        while True:  # until the locked file is the one that has the name
-            self._descriptor = os.open(path, flags, 0o600)
-            try:
-                fcntl.flock(self._descriptor, kind)
-                # The previous holder may have removed or renamed the file: this lock would then exclude nobody.
-                with suppress(FileNotFoundError):
-                    if os.path.samestat(os.fstat(self._descriptor), path.lstat()):
-                        return
-            except BaseException:
-                self.close()
-                raise
-            self.close()
-
-    def fileno(self) -> int:
-        return self._descriptor
-
-    def close(self) -> None:
-        descriptor, self._descriptor = self._descriptor, -1
-        if descriptor >= 0:
-            os.close(descriptor)
-
-    def __enter__(self) -> FileLock:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.close()
-
-    def __del__(self) -> None:  # a lock that is dropped without `close` must not stay held
-        self.close()
-
-
-def is_free(lock: Path) -> bool:
-    """True if a lock that a process has made is held by none; False if it cannot be seen."""
-    try:
-        FileLock(lock, shared=True, wait=False).close()
-        return True
-    except OSError:
-        return False
 
 
 def this_client() -> str:
@@ -91,12 +23,6 @@ def this_client() -> str:
     except (KeyError, OSError):  # a container may run as a user that has no name
         user = str(os.getuid())
     return f"{user}@{socket.gethostname()}"[:200]
-
-
-def say(text: str) -> None:
-    """Print a line to the log of this process. A log that cannot be written, as on a full disk, does not end it."""
-    with suppress(OSError):
-        print(f"{text}\n", end="", flush=True)  # in one piece: threads print, too
 
 
 def check_shared_memory() -> None:
@@ -119,18 +45,6 @@ def usable_cores(cgroup: Path = Path("/sys/fs/cgroup")) -> int:
             if quota > 0:
                 cores = min(cores, max(1, round(quota / period)))
     return cores
-
-
-def end_with_parent(number: signal.Signals) -> None:
-    """Have the kernel signal this process when its parent ends, even by SIGKILL. Does nothing outside of Linux."""
-    if sys.platform == "linux":
-        ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, number)
-
-
-def name_process(name: str) -> None:
-    """Give this process a name for `top` and `ps`, of up to 15 letters. Does nothing outside of Linux."""
-    if sys.platform == "linux":
-        ctypes.CDLL(None).prctl(_PR_SET_NAME, name.encode())
 
 
 def machine_id() -> str:
@@ -268,41 +182,3 @@ def private_directory(path: Path, variable: str) -> Path:
 def nodes_directory() -> Path:
     """Return the directory in which each node of this machine has a directory of its own."""
     return readable_cache() / "nodes"
-
-
-class Task:
-    """Work in a thread of its own."""
-
-    def __init__(self, work: Callable[[], None], name: str) -> None:
-        self._work = work
-        self._error: Exception | None = None
-        self._thread = threading.Thread(target=self._run, name=name, daemon=True)
-        self._thread.start()
-
-    def _run(self) -> None:
-        try:
-            self._work()
-        except Exception as error:
-            self._error = error
-
-    @property
-    def is_done(self) -> bool:
-        return not self._thread.is_alive()
-
-    def wait(self, seconds: float | None = None) -> bool:
-        """True if the work ends within that time, with or without an error."""
-        self._thread.join(seconds)
-        return self.is_done
-
-    def result(self) -> None:
-        """Wait until the work has ended, and raise its error, if any."""
-        self._thread.join()
-        if self._error is not None:
-            raise self._error
-
-
-def to_type(*words: str) -> str:
-    """Return a command of Packtrain as a person has to type it: by its path where the shell would not find it."""
-    script, on_path = sys.argv[0], shutil.which("packtrain")
-    is_found = on_path is not None and Path(on_path).resolve() == Path(script).resolve()
-    return shlex.join(["packtrain" if is_found or Path(script).name != "packtrain" else script, *words])

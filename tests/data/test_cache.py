@@ -18,9 +18,9 @@ from data.handmade import NAME, Remote, put_file, put_pack
 from packtrain.data.cache import FileCache, Prefetch
 from packtrain.data.pack import Pack
 from packtrain.errors import Mistake, NotFound, PacktrainError
+from packtrain.files import FileLock
 from packtrain.pack.manifest import PackFile, pack_key
 from packtrain.store import Store, open_store
-from packtrain.system import FileLock
 from parts.clock import wait_for_tick
 
 PATIENCE_SECONDS = 90
@@ -247,7 +247,7 @@ def test_a_cache_that_cannot_be_written_is_an_error_of_one_line(remote: Remote, 
 def hashed(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     """The names of the files that were read to be checked."""
     names: list[str] = []
-    from packtrain.system import sha256_of
+    from packtrain.files import sha256_of
 
     def noted(path: Path) -> str:
         names.append(path.name)

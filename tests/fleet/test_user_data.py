@@ -21,6 +21,7 @@ import pytest
 
 import packtrain.fleet.aws
 from packtrain.errors import Mistake
+from packtrain.files import sha256_of
 from packtrain.fleet.aws.fleet import AwsSettings, spot_notice
 from packtrain.fleet.aws.instance import Refused, attach, fetch, note_volume, request, secret, tell, terminate
 from packtrain.fleet.aws.launch import MAX_USER_DATA
@@ -28,7 +29,6 @@ from packtrain.fleet.aws.user_data import boot_script, put_environment
 from packtrain.node.preemption import PreemptionNotice
 from packtrain.run.run import Run
 from packtrain.store import Store, open_store
-from packtrain.system import sha256_of
 from parts.metadata import metadata_server
 from parts.runs import new_run
 from parts.s3 import S3Server, fresh_location, leave_aws

@@ -16,6 +16,7 @@ from data.handmade import put_pack
 from housekeeping.test_copies import Quiet
 from packtrain.data.cache import FileCache
 from packtrain.errors import Mistake, NotFound, PacktrainError
+from packtrain.files import FileLock
 from packtrain.housekeeping import garbage, uses
 from packtrain.housekeeping.copies import copy_run
 from packtrain.housekeeping.garbage import Unused, delete_from_store, delete_here, unused_here, unused_in_store
@@ -28,7 +29,7 @@ from packtrain.run.records import Discarding, JobSource, Result
 from packtrain.run.run import Run, create_run, run_names
 from packtrain.store import Store, open_store
 from packtrain.store.records import encode
-from packtrain.system import FileLock, this_client
+from packtrain.system import this_client
 from parts.faulty import FaultyStore, Killed
 from parts.runs import new_run, program_job, recipe_job
 

@@ -16,8 +16,8 @@ from packtrain.launch.load import load
 from packtrain.node import echo
 from packtrain.node.echo import OutputEcho
 from packtrain.pack.build import PlainProgress
+from packtrain.process import say
 from packtrain.run.records import LogLine
-from packtrain.system import say
 from parts.sandbox import make_sandbox
 
 

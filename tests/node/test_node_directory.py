@@ -222,7 +222,7 @@ def test_a_file_system_without_locks_is_refused_with_advice(run: Run, monkeypatc
     def unsupported(*_: object) -> None:
         raise OSError(errno.ENOLCK, os.strerror(errno.ENOLCK))
 
-    monkeypatch.setattr("packtrain.system.fcntl.flock", unsupported)
+    monkeypatch.setattr("packtrain.files.fcntl.flock", unsupported)
     with pytest.raises(Mistake, match=r"No locks available\); set PACKTRAIN_CACHE to a directory on a local disk"):
         NodeDirectory.create(run, "mine")
     assert list(nodes_directory().iterdir()) == []

@@ -13,6 +13,7 @@ from torch import nn
 
 from packtrain.data.pack import Pack
 from packtrain.export.model import MANIFEST
+from packtrain.files import sha256_of
 from packtrain.job import Job
 from packtrain.pack.build import PlainProgress, pack
 from packtrain.pack.workers import InProcess
@@ -21,7 +22,6 @@ from packtrain.run.checkpoint import Checkpoint, commit
 from packtrain.run.code import archive
 from packtrain.run.run import Run, create_run
 from packtrain.store import Store, open_store
-from packtrain.system import sha256_of
 from packtrain.train.progress import Progress
 from packtrain.train.state import MODEL_FILE, STATE_FILE, Description, versions
 

@@ -16,6 +16,7 @@ from torch import nn
 from pack.corpus import GREETINGS, write_pairs
 from pack.rawsets import class_tars, numbered, picture, tar, write
 from packtrain.data.pack import Pack
+from packtrain.files import sha256_of
 from packtrain.job import Job
 from packtrain.job.part import FILES
 from packtrain.launch.load import load
@@ -25,7 +26,6 @@ from packtrain.recipes import Recipe, recipe_class
 from packtrain.recipes.images import RESNETS
 from packtrain.recipes.resnet import ResNet
 from packtrain.store import open_store
-from packtrain.system import sha256_of
 from packtrain.train.ddp import DdpSettings
 from recipes.captioned import THINGS, write_set
 

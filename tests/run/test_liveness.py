@@ -18,6 +18,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from packtrain.errors import PacktrainError
+from packtrain.files import FileLock
 from packtrain.node.directory import NodeDirectory
 from packtrain.run import liveness
 from packtrain.run.checkpoint import commit
@@ -47,7 +48,7 @@ from packtrain.run.records import FleetLaunch, Lease, Result
 from packtrain.run.run import Run
 from packtrain.store import Store, StoreError, open_store
 from packtrain.store.records import DamagedRecord
-from packtrain.system import FileLock, this_client
+from packtrain.system import this_client
 from parts.faulty import FaultyStore
 from parts.runs import a_generation, a_lease, new_run, write_files
 

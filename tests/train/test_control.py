@@ -93,7 +93,7 @@ def test_the_cache_directory_follows_the_environment(tmp_path: Path, monkeypatch
 @pytest.mark.usefixtures("processes")
 def test_a_log_that_cannot_be_written_does_not_end_the_process() -> None:
     with Path("/dev/full").open("wb") as full:
-        script = "from packtrain.system import say; say('one'); say('two'); raise SystemExit(7)"
+        script = "from packtrain.process import say; say('one'); say('two'); raise SystemExit(7)"
         assert subprocess.run([sys.executable, "-u", "-c", script], stdout=full).returncode == 7
 
 

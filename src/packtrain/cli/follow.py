@@ -30,6 +30,7 @@ from packtrain.observe.history import (
 from packtrain.observe.measure import of_samples, score_title
 from packtrain.observe.spans import COMPUTING, LABELS
 from packtrain.observe.status import About, Status, about, read_status
+from packtrain.process import Task
 from packtrain.report import report_url, write_report
 from packtrain.run.liveness import (
     EXIT_CODES,
@@ -46,7 +47,6 @@ from packtrain.run.records import Event, LogLine, Point, loss_name
 from packtrain.run.run import Run
 from packtrain.run.sweeps import sweep_of
 from packtrain.store import StoreAway, StoreError
-from packtrain.system import Task
 from packtrain.units import Machines, counted, show_bytes, show_score, show_seconds, show_speed, show_time
 
 ASK_FLEET_SECONDS = 30.0

@@ -44,12 +44,13 @@ from packtrain.pack.manifest import Manifest, pack_key
 from packtrain.pack.shard import Columns
 from packtrain.pack.workers import Dask, Processes
 from packtrain.plan.estimate import lines_of
+from packtrain.process import to_type
 from packtrain.report.pack_page import print_stats, sample_page
 from packtrain.report.pack_stats import stats_of
 from packtrain.run.liveness import state_of
 from packtrain.run.run import Run
 from packtrain.store import Store, open_store
-from packtrain.system import cache_directory, to_type
+from packtrain.system import cache_directory
 from packtrain.units import show_bytes
 
 ForegroundOption = Annotated[bool, typer.Option("--foreground", help="Tie the run to this command; Ctrl-C stops it.")]

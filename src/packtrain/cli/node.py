@@ -28,13 +28,13 @@ from packtrain.job.part import tracking_fault
 from packtrain.node.main import NodeOptions, take_part
 from packtrain.node.node import Node
 from packtrain.node.preemption import NoticeSource
+from packtrain.process import Task, end_with_parent, say
 from packtrain.report import write_report
 from packtrain.report.mirror import follow, follow_as_node
 from packtrain.run.run import Run
 from packtrain.run.trust import require_trust
 from packtrain.store import StoreError
 from packtrain.store.records import DamagedRecord
-from packtrain.system import Task, end_with_parent, say
 from packtrain.units import MAX_WORKERS
 
 StoreIdOption = Annotated[

@@ -38,13 +38,13 @@ from packtrain.housekeeping.removal import clear_sweep, is_half_removed, remove_
 from packtrain.housekeeping.usage import OTHER, store_usage, usage_of
 from packtrain.job.part import is_name
 from packtrain.pack.manifest import pack_key
+from packtrain.process import to_type
 from packtrain.report import write_report
 from packtrain.run.outputs import chosen, fetch_file, kept_files
 from packtrain.run.run import Run
 from packtrain.run.sweeps import Sweep
 from packtrain.store import Store, is_key, open_store, store_option
 from packtrain.sweep.drive import DriverSeat
-from packtrain.system import to_type
 from packtrain.units import counted, parse_seconds, show_bytes, show_seconds
 
 ForceOption = Annotated[bool, typer.Option("--force", help="Skip the check for machines that the run may still rent.")]

@@ -30,6 +30,7 @@ from packtrain.cli.output import print_json, unread_output
 from packtrain.cli.screen import Part, ProgressBars, Screen, console
 from packtrain.errors import EXIT_FAILED, EXIT_INTERRUPTED, Mistake, harmless
 from packtrain.job.part import is_name
+from packtrain.process import to_type
 from packtrain.report.sweep import SweepTable, rungs_in_words, sweep_page, sweep_table, write_sweep_report
 from packtrain.report.sweep import as_json as plain
 from packtrain.run.sweeps import Sweep, SweepPlan, sweep_names
@@ -37,7 +38,6 @@ from packtrain.run.trust import Accept
 from packtrain.store import Store, StoreError, store_option
 from packtrain.sweep.drive import SweepDrive
 from packtrain.sweep.plan import SweepRequest, create_sweep, prepare_sweep
-from packtrain.system import to_type
 
 _POLL_SECONDS = 1.0
 _TABLE_SECONDS = 5.0  # between two tables of a sweep that runs

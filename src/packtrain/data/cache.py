@@ -28,10 +28,11 @@ from contextlib import suppress
 from pathlib import Path
 
 from packtrain.errors import Mistake, PacktrainError
+from packtrain.files import FileLock, sha256_of
 from packtrain.pack.manifest import PackFile
+from packtrain.process import say
 from packtrain.store import DamagedObject, Store
 from packtrain.store.errors import explained
-from packtrain.system import FileLock, say, sha256_of
 from packtrain.units import parse_bytes, show_bytes
 
 _TRIES = 3

@@ -20,8 +20,8 @@ from numpy.typing import NDArray
 from packtrain.backoff import Backoff
 from packtrain.data.order import NO_SAMPLES, Ids, draws, epoch_batches, micro_batches, mixed_epoch, repeats_of, share
 from packtrain.errors import FieldMistake
+from packtrain.process import say
 from packtrain.store import StoreError
-from packtrain.system import say
 
 Arrays = dict[str, NDArray[Any]]
 

@@ -19,12 +19,12 @@ from numpy.typing import NDArray
 from packtrain.data.cache import FileCache, Prefetch
 from packtrain.data.order import Ids
 from packtrain.errors import NotFound, PacktrainError
+from packtrain.files import FileLock
 from packtrain.job.part import FILES, IN_STORE, STORED_FILE
 from packtrain.pack.manifest import Manifest, PackFile, ShardFile, check_copies, pack_key, read_manifest
 from packtrain.pack.shard import Array, Columns, Ragged, ShardError, open_shard
 from packtrain.pack.vocabulary import Vocabulary
 from packtrain.store import Store
-from packtrain.system import FileLock
 
 _MIN_OPEN = 16
 _STAGING = 8  # downloads at the same time

@@ -15,7 +15,8 @@ from contextlib import suppress
 from pathlib import Path
 from typing import TypeVar
 
-from packtrain.system import say, usable_cores
+from packtrain.process import say
+from packtrain.system import usable_cores
 
 Input = TypeVar("Input")
 Output = TypeVar("Output")

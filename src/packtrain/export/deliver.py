@@ -28,9 +28,10 @@ from urllib.parse import unquote, urlsplit
 from packtrain.backoff import Backoff
 from packtrain.errors import Mistake, PacktrainError, printable, quoted
 from packtrain.export.model import MANIFEST, MAX_MANIFEST_BYTES, decode_manifest, read_manifest
+from packtrain.files import sha256_of
 from packtrain.run.checkpoint import StoredFile
 from packtrain.store import DamagedObject, ObjectNotFound, Store, open_store
-from packtrain.system import cache_directory, expanded, sha256_of
+from packtrain.system import cache_directory, expanded
 from packtrain.units import counted, show_bytes
 
 CHUNK_BYTES = 1 << 20

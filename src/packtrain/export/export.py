@@ -34,6 +34,7 @@ from packtrain.export.model import (
     is_model,
 )
 from packtrain.export.predict import TrainedModel, load_model, weights_file
+from packtrain.files import sha256_of
 from packtrain.identity import identity
 from packtrain.job import Job
 from packtrain.job.job import BudgetSettings, CheckpointSettings, FleetSettings
@@ -47,7 +48,6 @@ from packtrain.run.liveness import state_of
 from packtrain.run.run import Run
 from packtrain.run.trust import Accept, refuse
 from packtrain.store.records import encode
-from packtrain.system import sha256_of
 
 if TYPE_CHECKING:
     from torch import Tensor, nn

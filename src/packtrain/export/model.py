@@ -21,6 +21,7 @@ from pydantic import Field, ValidationError
 from packtrain.data.pack import Pack
 from packtrain.errors import Mistake, NotFound, PacktrainError, harmless, printable, quoted
 from packtrain.export.bootstrap import Interval
+from packtrain.files import sha256_of
 from packtrain.job import Job
 from packtrain.pack.manifest import FORMAT as PACK_FORMAT
 from packtrain.pack.manifest import Manifest, PackFile
@@ -29,7 +30,6 @@ from packtrain.recipes.forms import Exportable, Precision, form_of
 from packtrain.recipes.recipe import Network
 from packtrain.run.checkpoint import StoredFile
 from packtrain.store.records import Count, DamagedRecord, Digest, FileName, Label, Many, Measurements, Time, decode
-from packtrain.system import sha256_of
 
 FORMAT = 1
 MANIFEST, CARD, JOB, VOCABULARY = "model.json", "README.md", "job.json", "vocabulary.json"

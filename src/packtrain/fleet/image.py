@@ -21,9 +21,10 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from packtrain.errors import Mistake, nearest, quoted
+from packtrain.files import sha256_of
 from packtrain.fleet.wheels import INSTALL, LOCK, SBOM, Torch, WheelSet, WheelTarget, download
 from packtrain.identity import identity
-from packtrain.system import cache_directory, sha256_of
+from packtrain.system import cache_directory
 
 VARIANTS: dict[str, Torch] = {"cpu": "cpu", "cuda": "cuda", "jetson": "base", "serve": "none"}
 """Kinds of images, and where their torch comes from."""

@@ -47,11 +47,10 @@ from packtrain.fleet.ssh import ListedHosts, SshFleet, SshSettings, unavailable
 from packtrain.job import Job
 from packtrain.job.part import Argument, Location, rules_in_schema
 from packtrain.node.preemption import SECONDS_VARIABLE
-from packtrain.process import OwnLog, run_main
+from packtrain.process import OwnLog, run_main, say
 from packtrain.run.liveness import LEASE_SECONDS, LeaseWatch
 from packtrain.run.run import Run
 from packtrain.store import Store, open_store
-from packtrain.system import say
 
 _HOSTS = "-H"
 # Host keys are checked: no "-o StrictHostKeyChecking=no", which most advice on mpirun begins with.

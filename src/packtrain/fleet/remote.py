@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import IO
 
 from packtrain.errors import Mistake
-from packtrain.system import end_with_parent
+from packtrain.process import end_with_parent
 
 CONNECT_SECONDS = 10
 _OPTIONS = (

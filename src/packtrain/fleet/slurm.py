@@ -69,12 +69,12 @@ from packtrain.job import Job
 from packtrain.job.part import Argument, Count, Location, Ordinal, Seconds, StorePath, is_set, rules_in_schema
 from packtrain.node.preemption import SECONDS_VARIABLE
 from packtrain.process import run_main
+from packtrain.process import say as say_in_log
 from packtrain.run.checkpoint import committed
 from packtrain.run.records import Event
 from packtrain.run.run import Run
 from packtrain.store import Store, StoreError, open_store
 from packtrain.system import expanded
-from packtrain.system import say as say_in_log
 from packtrain.units import counted
 
 NOTICE_SECONDS = 120  # from Slurm's signal to the time limit

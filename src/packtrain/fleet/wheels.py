@@ -23,9 +23,9 @@ from pathlib import Path
 from typing import Literal
 
 from packtrain.errors import Mistake, quoted
+from packtrain.files import sha256_of
 from packtrain.identity import recorded_digest, source
 from packtrain.identity import wheel_of as wheel_installed
-from packtrain.system import sha256_of
 
 WHEELS, TOOLS, LOCK, SBOM = "wheels", "tools", "requirements.txt", "sbom.cdx.json"
 Torch = Literal["cpu", "cuda", "base", "none"]

@@ -21,6 +21,7 @@ from threading import Lock, Semaphore
 from typing import Protocol
 
 from packtrain.errors import Mistake, NotFound, PacktrainError
+from packtrain.files import sha256_of
 from packtrain.housekeeping.uses import require_uses, uses_of
 from packtrain.job.part import FILES
 from packtrain.pack.manifest import find_manifest, pack_key
@@ -32,7 +33,7 @@ from packtrain.run.run import Run
 from packtrain.run.trust import is_remembered, remember
 from packtrain.store import Store
 from packtrain.store.records import decode, encode
-from packtrain.system import cache_directory, sha256_of
+from packtrain.system import cache_directory
 
 _SMALL_BYTES = 4 << 20  # an object without a known digest is compared in memory up to this size
 _THREADS = 8

@@ -16,13 +16,14 @@ from typing import Literal
 
 from packtrain.data.cache import FileCache
 from packtrain.errors import Mistake
+from packtrain.files import FileLock, is_free
 from packtrain.housekeeping.uses import Uses, all_uses, discarding, forget_killed
 from packtrain.job.part import FILES, is_name
 from packtrain.run.code import remove_unpacked
 from packtrain.run.liveness import store_time
 from packtrain.run.run import removed_run
 from packtrain.store import Entry, Store
-from packtrain.system import COMPILED, FileLock, cache_directory, is_free, nodes_directory
+from packtrain.system import COMPILED, cache_directory, nodes_directory
 from packtrain.units import show_seconds
 
 LEAST_SECONDS = 3600.0  # a pack that is being made gets a new object far more often

@@ -19,6 +19,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from packtrain.errors import NotFound, PacktrainError
+from packtrain.files import FileLock, is_free
 from packtrain.job.part import is_name
 from packtrain.pack.manifest import find_manifest, missing_files
 from packtrain.run.inputs import given_keys
@@ -26,7 +27,7 @@ from packtrain.run.records import Discarding
 from packtrain.run.run import Run
 from packtrain.store import DamagedObject, Entry, ObjectNotFound, Store
 from packtrain.store.records import MAX_RECORD_BYTES, DamagedRecord, decode, decode_name, encode
-from packtrain.system import FileLock, cache_directory, is_free, this_client
+from packtrain.system import cache_directory, this_client
 from packtrain.units import show_time
 
 _FOLDER = "discarding/"

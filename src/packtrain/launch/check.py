@@ -18,6 +18,7 @@ from typing import Any
 
 from packtrain.data.order import NO_SAMPLES, draws
 from packtrain.errors import Mistake
+from packtrain.files import sha256_of
 from packtrain.fleet import fleet_of
 from packtrain.fleet.fleet import Say
 from packtrain.identity import install_command
@@ -37,7 +38,7 @@ from packtrain.run.inputs import is_remote, keys_of, put_input
 from packtrain.run.records import JobSource
 from packtrain.store import Store, open_store
 from packtrain.store.records import MAX_RECORD_BYTES
-from packtrain.system import cache_directory, sha256_of
+from packtrain.system import cache_directory
 from packtrain.train.control import PLACE_VARIABLES
 
 # Without their common beginning, by which any of our variables would be close to them.

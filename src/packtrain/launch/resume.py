@@ -20,13 +20,13 @@ from packtrain.launch.check import require_torch, store_fault
 from packtrain.node.deadline import seconds_left, used_up
 from packtrain.observe.history import read_points
 from packtrain.observe.status import is_started_here
+from packtrain.process import say as print_line
 from packtrain.run.checkpoint import committed, last_step
 from packtrain.run.code import files_of, snapshot
 from packtrain.run.records import Event
 from packtrain.run.run import Run
 from packtrain.run.trust import Accept, is_remembered, remember, require_trust
 from packtrain.system import expanded, this_client
-from packtrain.system import say as print_line
 from packtrain.train.progress import Progress
 from packtrain.train.schedule import rate_of
 from packtrain.units import Duration, show_time

@@ -17,12 +17,12 @@ from packtrain.launch.check import check, check_can_run, take_code
 from packtrain.launch.create import create
 from packtrain.launch.parent import ParentName
 from packtrain.pack.build import PackProgress
+from packtrain.process import say as print_line
 from packtrain.run.code import CodeSnapshot
 from packtrain.run.liveness import fail_launch
 from packtrain.run.records import FleetLaunch
 from packtrain.run.run import Run, next_run, unnumbered_name
 from packtrain.store import NoKeys, StoreError, open_store, unreachable_bucket
-from packtrain.system import say as print_line
 from packtrain.system import this_client
 
 _LOOK_SECONDS = 5.0  # for a dry run to find the next number

@@ -8,9 +8,9 @@ from collections.abc import Callable, Iterable
 
 from packtrain.job.job import BudgetSettings, FleetSettings
 from packtrain.observe.status import dollars_paid
+from packtrain.process import say
 from packtrain.run.records import Generation, Lease
 from packtrain.run.run import Run
-from packtrain.system import say
 
 MARGIN_SECONDS = 300.0  # before the deadline, for the last checkpoint ...
 _MARGIN_FRACTION = 0.1  # ... but at most this fraction of the time left, for short budgets

@@ -25,13 +25,15 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
 from packtrain.errors import AlreadyJoined, Mistake, PacktrainError
+from packtrain.files import FileLock
 from packtrain.node.launch import kill_marked
 from packtrain.node.workers import LogShipper, source_of
+from packtrain.process import say
 from packtrain.run.liveness import node_directory
 from packtrain.run.records import LogLine, TellEvent
 from packtrain.run.run import Run
 from packtrain.store import StoreError
-from packtrain.system import FileLock, machine_id, nodes_directory, say
+from packtrain.system import machine_id, nodes_directory
 
 _RECOVERED = "-recovered-"  # in the names of writers that upload the logs of a dead node
 _PART = ".part"  # the suffix of a directory that is being made

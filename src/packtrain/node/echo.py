@@ -10,8 +10,8 @@ import threading
 from contextlib import suppress
 from queue import Full, Queue
 
+from packtrain.process import say
 from packtrain.run.records import LogLine
-from packtrain.system import say
 
 LIMIT_BYTES = 10_000_000  # what keeps the node's output, such as a file of Slurm, may have no limit of its own
 _MAX_WAITING = 10_000

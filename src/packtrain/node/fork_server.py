@@ -28,9 +28,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, TextIO
 
 from packtrain.node.plain_launcher import PLAIN, run_workers
-from packtrain.process import end_process, exit_code_of
+from packtrain.process import end_process, end_with_parent, exit_code_of
 from packtrain.recipes import recipe_class
-from packtrain.system import end_with_parent
 
 if TYPE_CHECKING:  # its imports are the node's, and would only delay the launcher of a program
     from packtrain.node.launch import Work

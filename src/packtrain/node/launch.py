@@ -34,9 +34,10 @@ from packtrain.node.address import interface_of
 from packtrain.node.causes import LastOutput
 from packtrain.node.plain_launcher import PLAIN, is_alive
 from packtrain.node.workspace import INPUTS, visible
+from packtrain.process import end_with_parent
 from packtrain.run.records import Generation
 from packtrain.run.run import Run
-from packtrain.system import end_with_parent, usable_cores
+from packtrain.system import usable_cores
 from packtrain.train.control import (
     CHECKPOINTS_VARIABLE,
     CONTROL_VARIABLE,

@@ -9,12 +9,12 @@ from dataclasses import replace
 from typing import Any
 
 from packtrain.node.telemetry import TelemetrySampler
+from packtrain.process import say
 from packtrain.run.chunks import ChunkWriter
 from packtrain.run.liveness import LEASE_SECONDS
 from packtrain.run.records import Lease, NodeReport, Telemetry, TelemetrySample
 from packtrain.run.run import Run
 from packtrain.store import StoreError, open_store
-from packtrain.system import say
 
 ANSWER_SECONDS = 3.0  # a request without an answer is repeated ...
 OUTAGE_SECONDS = 6.0  # ... until then, which is well before other nodes consider this one lost

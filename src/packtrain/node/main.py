@@ -24,13 +24,13 @@ from packtrain.node.lease import hurried
 from packtrain.node.node import Node
 from packtrain.node.preemption import NoticeSource, record_crash, switch_off
 from packtrain.node.telemetry import gpus_of_workers
-from packtrain.process import OwnLog
+from packtrain.process import OwnLog, say
 from packtrain.run.liveness import EXIT_CODES
 from packtrain.run.records import Result
 from packtrain.run.run import Run
 from packtrain.run.trust import Accept, require_trust
 from packtrain.store import StoreAway, StoreError
-from packtrain.system import check_shared_memory, say
+from packtrain.system import check_shared_memory
 from packtrain.train.control import VISIBLE_GPUS_VARIABLE
 
 _MOUNT_SECONDS = 60.0

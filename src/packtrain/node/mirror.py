@@ -5,8 +5,8 @@ from __future__ import annotations
 import subprocess
 import sys
 
+from packtrain.process import say
 from packtrain.run.run import Run
-from packtrain.system import say
 
 _FINISH_SECONDS = 90.0  # for the last steps and the report; the process gives up before
 

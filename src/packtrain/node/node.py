@@ -47,6 +47,7 @@ from packtrain.node.program import ProgramCheckpoints
 from packtrain.node.telemetry import TelemetrySampler, machine_facts
 from packtrain.node.workers import WorkerGroup, WorkerStop
 from packtrain.node.workspace import Workspace
+from packtrain.process import Task, say
 from packtrain.run.checkpoint import Superseded, last_step, remove_uncommitted
 from packtrain.run.chunks import Flusher
 from packtrain.run.outputs import newest_list, remove_unlisted
@@ -54,7 +55,7 @@ from packtrain.run.records import Cause, Event, EventKind, Generation, Lease, Lo
 from packtrain.run.run import Run
 from packtrain.store import StoreError
 from packtrain.store.records import MAX_RECORD_BYTES, DamagedRecord
-from packtrain.system import Task, machine_id, say
+from packtrain.system import machine_id
 from packtrain.units import counted
 
 LOOK_SECONDS = 2.0  # between two looks at the store while workers run ...

@@ -23,11 +23,10 @@ from typing import Literal
 
 from packtrain.errors import EXIT_UNFINISHED
 from packtrain.node.lease import hurried
-from packtrain.process import end_process
+from packtrain.process import end_process, say
 from packtrain.run.records import Event
 from packtrain.run.run import Run
 from packtrain.store import StoreError
-from packtrain.system import say
 
 POLL_SECONDS = 3.0
 STOP_GRACE_SECONDS = 600.0  # for workers to commit: a large checkpoint over a slow network takes minutes

@@ -20,11 +20,11 @@ from packtrain.node.causes import OomWatch, why_they_ended
 from packtrain.node.launch import Directories, Launch, last_output
 from packtrain.node.preemption import STOP_GRACE_SECONDS
 from packtrain.node.program import ProgramCheckpoints
+from packtrain.process import Task, say
 from packtrain.run.checkpoint import Superseded
 from packtrain.run.chunks import ChunkWriter
 from packtrain.run.records import Cause, Generation, LogLine, NodeReport, TellEvent
 from packtrain.run.run import Run
-from packtrain.system import Task, say
 from packtrain.train.control import Control
 from packtrain.units import show_seconds
 

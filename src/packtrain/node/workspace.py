@@ -16,6 +16,7 @@ from collections import defaultdict
 from collections.abc import Collection, Iterable
 from pathlib import Path, PurePosixPath
 
+from packtrain.files import sha256_of
 from packtrain.job.job import CodeOrigin
 from packtrain.run.checkpoint import Superseded, refuse_superseded
 from packtrain.run.code import files_of, unpack
@@ -24,7 +25,7 @@ from packtrain.run.outputs import MAX_OUTPUTS, Output, OutputList, newest_list, 
 from packtrain.run.records import TellEvent
 from packtrain.run.run import Run
 from packtrain.store import DamagedObject, ObjectNotFound, is_key
-from packtrain.system import cache_directory, sha256_of
+from packtrain.system import cache_directory
 from packtrain.units import counted, show_bytes, show_seconds
 
 FileState = tuple[int, int]

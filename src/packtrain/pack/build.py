@@ -20,6 +20,7 @@ from typing import Any, Protocol
 import numpy as np
 
 from packtrain.errors import FieldMistake
+from packtrain.files import sha256_of
 from packtrain.job.job import DataSettings
 from packtrain.job.kinds import Source
 from packtrain.pack.archive import split_member
@@ -42,7 +43,6 @@ from packtrain.pack.shard import Columns, encode_shard, names_digest
 from packtrain.pack.workers import Workers
 from packtrain.store import Store, StoreError
 from packtrain.store.records import DamagedRecord, Many, decode
-from packtrain.system import sha256_of
 from packtrain.units import counted
 
 Advance = Callable[[int], None]

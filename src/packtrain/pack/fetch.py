@@ -27,6 +27,7 @@ from pathlib import Path
 from urllib.parse import quote, unquote, urljoin, urlsplit
 
 from packtrain.errors import Mistake, printable
+from packtrain.files import FileLock
 from packtrain.job.kinds import Source
 from packtrain.pack.archive import split_member
 from packtrain.pack.picture import MAX_BYTES as MAX_IMAGE_BYTES
@@ -46,7 +47,6 @@ from packtrain.store import Store, StoreError, is_key, open_store
 from packtrain.store.base import TEMPORARY
 from packtrain.store.directory import make_folder, opened_folder, replace
 from packtrain.store.errors import explained
-from packtrain.system import FileLock
 from packtrain.units import show_bytes
 
 MAX_BYTES = 10**12

@@ -32,12 +32,12 @@ from packtrain.job import Job
 from packtrain.job.part import is_tracking_uri
 from packtrain.job.secrets import names_secret
 from packtrain.observe.history import step_seconds, surviving
+from packtrain.process import say
 from packtrain.report import write_report
 from packtrain.run.checkpoint import last_step
 from packtrain.run.records import Generation, MirroredRun, Point, Result
 from packtrain.run.run import Run
 from packtrain.store.records import DamagedRecord
-from packtrain.system import say
 
 if TYPE_CHECKING:
     from mlflow import MlflowClient

@@ -17,11 +17,11 @@ from pathlib import Path
 from typing import Literal
 
 from packtrain.errors import Mistake, NotFinished, NotFound, PacktrainError, quoted
+from packtrain.files import sha256_of
 from packtrain.run.records import Generation
 from packtrain.run.run import Run
 from packtrain.store import DamagedObject, ObjectNotFound, is_key
 from packtrain.store.records import Count, DamagedRecord, Digest, FileName, Many, Measurement, decode, encode
-from packtrain.system import sha256_of
 
 FORMAT = 2
 

@@ -19,9 +19,10 @@ from pathlib import Path, PurePosixPath
 from typing import TYPE_CHECKING
 
 from packtrain.errors import Mistake, PacktrainError
+from packtrain.files import FileLock
 from packtrain.job.secrets import KEY_FOLDERS, find_secret, is_source, keeps_keys, suggests_keys
 from packtrain.store.base import IDENTITY
-from packtrain.system import FileLock, cache_directory
+from packtrain.system import cache_directory
 from packtrain.units import counted, show_bytes
 
 if TYPE_CHECKING:

@@ -13,12 +13,12 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from packtrain.errors import Mistake
+from packtrain.files import FileLock, sha256_of
 from packtrain.job import Job
 from packtrain.job.part import FILES, IN_STORE, STORED_FILE
 from packtrain.run.checkpoint import StoredFile
 from packtrain.store import DamagedObject, Entry, Store, is_key, open_store
 from packtrain.store.records import MAX_RECORD_BYTES, Many, decode, encode
-from packtrain.system import FileLock, sha256_of
 from packtrain.units import counted, show_bytes
 
 _LISTING_BYTES = 16 * MAX_RECORD_BYTES

@@ -23,12 +23,13 @@ from pathlib import Path
 from typing import Literal, TypeVar
 
 from packtrain.errors import EXIT_DONE, EXIT_FAILED, EXIT_STOPPED, EXIT_UNFINISHED, PacktrainError
+from packtrain.files import FileLock
 from packtrain.run.checkpoint import last_step, remove_uncommitted
 from packtrain.run.records import Lease, Result
 from packtrain.run.run import Run
 from packtrain.store import Store, StoreError
 from packtrain.store.records import encode
-from packtrain.system import FileLock, nodes_directory, this_client
+from packtrain.system import nodes_directory, this_client
 
 LEASE_SECONDS = 2.0  # between two renewals of a lease
 LEASE_LOST_SECONDS = 12.0  # without a renewal, until a node counts as lost

@@ -15,12 +15,12 @@ from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
 
 from packtrain.errors import Mistake, NotFound, PacktrainError
+from packtrain.files import sha256_of
 from packtrain.run.checkpoint import Superseded, committed, file_key, refuse_superseded
 from packtrain.run.run import Run
 from packtrain.store import ObjectNotFound, is_key
 from packtrain.store.base import TEMPORARY
 from packtrain.store.records import Count, DamagedRecord, Digest, FileName, Many, decode, encode
-from packtrain.system import sha256_of
 
 CHECKPOINTS = "checkpoints"
 MAX_OUTPUTS = 100_000

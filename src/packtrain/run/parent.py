@@ -10,11 +10,11 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from packtrain.errors import Mistake
+from packtrain.files import sha256_of
 from packtrain.run.checkpoint import CorruptCheckpoint, StoredFile, parts_of
 from packtrain.run.run import Run
 from packtrain.store import DamagedObject, ObjectNotFound
 from packtrain.store.records import MAX_RECORD_BYTES, FileName, Many, decode, encode
-from packtrain.system import sha256_of
 
 WEIGHTS_FILE, VOCABULARY_FILE = "weights.safetensors", "vocabulary.json"
 _RECORD = "parent.json"

@@ -24,6 +24,7 @@ from packtrain.errors import NotFound, PacktrainError, quoted
 from packtrain.job import Job
 from packtrain.job.document import MAX_NODES
 from packtrain.job.part import is_name
+from packtrain.process import to_type
 from packtrain.run.chunks import ChunkReader, ChunkWriter
 from packtrain.run.code import MAX_SNAPSHOT_BYTES
 from packtrain.run.points import PointReader, PointWriter
@@ -58,7 +59,6 @@ from packtrain.store import (
     stores_nearby,
 )
 from packtrain.store.records import MAX_RECORD_BYTES, DamagedRecord, damaged, decode, decode_name, encode
-from packtrain.system import to_type
 from packtrain.units import show_time
 
 _FEW = 4  # up to this many objects are read one after the other, ...

@@ -19,6 +19,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from packtrain.errors import Mistake, PacktrainError
+from packtrain.files import FileLock
 from packtrain.fleet import fleet_of, release
 from packtrain.fleet.fleet import Say
 from packtrain.job.job import FleetSettings
@@ -44,7 +45,7 @@ from packtrain.run.sweeps import (
 from packtrain.run.trust import Accept, require_trust
 from packtrain.store import StoreError
 from packtrain.sweep.rungs import RungScore, TrialView, next_actions
-from packtrain.system import FileLock, cache_directory, machine_id, this_client
+from packtrain.system import cache_directory, machine_id, this_client
 from packtrain.units import Duration
 
 _MAX_STARTS = 3  # of a trial in one round: a run whose machines always vanish is given up

@@ -6,7 +6,7 @@ import os
 import signal
 import time
 
-from packtrain.system import end_with_parent, name_process
+from packtrain.process import end_with_parent, name_process
 from packtrain.train.control import WORKER_NAME, StopSignal
 from packtrain.train.worker import main as work
 

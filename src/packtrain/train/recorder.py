@@ -13,12 +13,12 @@ from pathlib import Path
 
 import torch
 
+from packtrain.process import say
 from packtrain.run.chunks import Flushable, Flusher
 from packtrain.run.outputs import trace_key
 from packtrain.run.records import Event, EventKind, Point, TimeSpent
 from packtrain.run.run import Run, worker_writer
 from packtrain.store import StoreError
-from packtrain.system import say
 
 SPANS = (
     "start", "data", "forward", "backward", "communication", "wait", "optimizer", "save", "evaluation", "other",

@@ -24,12 +24,13 @@ from packtrain.errors import (
     EXIT_STOPPED,
     EXIT_UNFINISHED,
 )
+from packtrain.files import sha256_of
 from packtrain.fleet.environment import FIND, write_archive
 from packtrain.fleet.fleet import node_arguments, values_of
 from packtrain.identity import identity, source
 from packtrain.run.run import Run
 from packtrain.store.services import checked_endpoint
-from packtrain.system import cache_directory, sha256_of
+from packtrain.system import cache_directory
 
 if TYPE_CHECKING:
     from packtrain.fleet.aws.fleet import AwsSettings
