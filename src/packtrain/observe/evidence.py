@@ -7,6 +7,7 @@ from bisect import bisect_right
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
+from typing import TypeVar
 
 from packtrain.errors import PacktrainError
 from packtrain.job import Job
@@ -30,6 +31,8 @@ from packtrain.run.records import (
 from packtrain.run.run import Run
 from packtrain.store.records import decode
 from packtrain.units import counted
+
+Read = TypeVar("Read")
 
 _TELEMETRY_BYTES = 32 << 20  # some 100,000 samples: enough for means of a week on many machines
 _MAX_STATE_BYTES = 1 << 20
@@ -179,7 +182,7 @@ def gather(run: Run) -> Evidence:
     """Read the evidence of a run as it is now."""
     raw, result = run.points().read(), run.result()
     checkpoints = committed(run)
-    pack = _or_nothing(run.pack_name) if run.job.recipe is not None else ""
+    pack = _unless_lost(run.pack_name, "") if run.job.recipe is not None else ""
     return Evidence(
         job=run.job,
         status=status_in_full(run, result.status if result else state_of(run), raw, result),
@@ -190,39 +193,26 @@ def gather(run: Run) -> Evidence:
         generations=run.generations(),
         leases=run.leases(),
         checkpoints=checkpoints,
-        manifest=_manifest(run, pack),
+        manifest=_unless_lost(lambda: find_manifest(run.store, pack), None) if pack else None,
         forecast=run.forecast(),
         result=result,
         pack=pack,
         job_digest=run.job_digest,
-        code_digest=_or_nothing(lambda: run.code_digest),
+        code_digest=_unless_lost(lambda: run.code_digest, ""),
         store=run.store.url,
-        versions=_versions(run, checkpoints),
+        versions=_unless_lost(lambda: _versions(run, checkpoints[-1]), {}) if run.job.recipe and checkpoints else {},
         source=run.source(),
     )
 
 
-def _or_nothing(read: Callable[[], str]) -> str:
-    """Return what a report can do without if the store has lost it."""
+def _unless_lost(read: Callable[[], Read], otherwise: Read) -> Read:
+    """Return what a report can do without: the store may have lost it, or have it from another version of Packtrain."""
     try:
         return read()
     except PacktrainError:
-        return ""
+        return otherwise
 
 
-def _manifest(run: Run, pack: str) -> Manifest | None:
-    try:
-        return find_manifest(run.store, pack) if pack else None
-    except PacktrainError:  # the pack of an old run may have been deleted, or be of another format
-        return None
-
-
-def _versions(run: Run, checkpoints: Sequence[Checkpoint]) -> dict[str, str]:
-    newest = checkpoints[-1] if checkpoints else None
-    if run.job.recipe is None or newest is None:
-        return {}
-    try:
-        key = file_key(run, newest.name, "state.json")
-        return decode(_State, run.store.get(key, _MAX_STATE_BYTES), key).versions
-    except PacktrainError:  # damaged, or of another version of Packtrain: `resume` says so, a report need not
-        return {}
+def _versions(run: Run, checkpoint: Checkpoint) -> dict[str, str]:
+    key = file_key(run, checkpoint.name, "state.json")
+    return decode(_State, run.store.get(key, _MAX_STATE_BYTES), key).versions

@@ -42,12 +42,15 @@ def faults(evidence: Evidence) -> Finding:
     key, question = "faults", "What went wrong, and what did it cost?"
     failed = evidence.status.state == "failed"
     restarts = [generation for generation in evidence.generations if generation.cause not in _NO_FAULT]
-    warnings = [event for event in evidence.events if event.display == "warning"]
+    warnings = sum(event.display == "warning" for event in evidence.events)
+    warned = (f"{counted(warnings, 'warning')} among the events below.",) if warnings else ()
     if not restarts and not failed:
-        facts = (f"{counted(len(evidence.generations), 'generation')}, and no restart after a failure.",)
         if not evidence.generations:
             return unknown(key, "run", question, "no generation has started yet")
-        return Finding(key, "run", question, _no_fault(evidence), "good", (*facts, *_warned(len(warnings))))
+        facts = (f"{counted(len(evidence.generations), 'generation')}, and no restart after a failure.", *warned)
+        planned = len(evidence.generations) - 1
+        answer = f"Nothing failed; {counted(planned, 'planned restart')}." if planned else "Nothing failed."
+        return Finding(key, "run", question, answer, "good", facts)
     recoveries = recovery_seconds(evidence.generations, evidence.raw, evidence.spent)
     lost = lost_seconds(evidence.raw)
     recovering = sum(recoveries.get(generation.number, 0.0) for generation in restarts)
@@ -67,19 +70,10 @@ def faults(evidence: Evidence) -> Finding:
     return Finding(
         key, "run", question, answer, "note" if verdict == "good" else verdict,
         ("Recovery lasts from the last record before a failure to the first step after it. Steps after the last"
-         " checkpoint are made again.", *_warned(len(warnings))),
+         " checkpoint are made again.", *warned),
         (Rows(_FAULT_HEADS, rows),) if rows else (),
         {"restarts": float(len(restarts)), "recovery_seconds": recovering, "lost_seconds": again},
     )  # fmt: skip
-
-
-def _no_fault(evidence: Evidence) -> str:
-    restarts = len(evidence.generations) - 1
-    return f"Nothing failed; {counted(restarts, 'planned restart')}." if restarts > 0 else "Nothing failed."
-
-
-def _warned(count: int) -> tuple[str, ...]:
-    return (f"{counted(count, 'warning')} among the events below.",) if count else ()
 
 
 def _reason(generation: Generation) -> str:
@@ -92,12 +86,8 @@ def _fault_row(
     started = next((event.time for event in evidence.events if event.generation == generation.number), None)
     # A generation says why the one before it ended: the steps that were lost are that one's.
     earlier = max((number for number in lost if number < generation.number), default=None)
-    after = [
-        earlier_generation.number
-        for earlier_generation in evidence.generations
-        if earlier_generation.number < generation.number and earlier_generation.number > (earlier or 0)
-    ]
-    again = lost[earlier] if earlier is not None and not after else 0.0
+    is_next = not any((earlier or 0) < between.number < generation.number for between in evidence.generations)
+    again = lost[earlier] if earlier is not None and is_next else 0.0
     return (
         time.strftime("%Y-%m-%d %H:%M:%S", time.gmtime(started)) if started is not None else "",
         generation.cause,

@@ -46,7 +46,11 @@ def text_lines(comparison: RunComparison, width: int) -> list[str]:
     for speed in comparison.speeds:
         lines += ["", f"Speed: {speed.other} against {speed.base}", *_speed_lines(speed, width)]
     if comparison.gaps:
-        lines += ["", "Scores", *_gap_lines(comparison.gaps, width)]
+        lines += ["", "Scores"]
+    for gap in comparison.gaps:
+        values = f"{gap.base} {show_score(gap.base_value)}  {gap.other} {show_score(gap.other_value)}"
+        lines.append(f"  {gap.title:<14}  {values}  {gap_words(gap)}")
+        lines += _wrapped(gap.decided, "    ", width)
     if comparison.reached is not None:
         times = (
             f"{run.letter} {show_seconds(seconds)} (step {step:,})"
@@ -103,7 +107,8 @@ def _field_lines(comparison: RunComparison, width: int) -> list[str]:
     room = width - len("    A ")
     for row in comparison.fields:
         shown = _from_difference(row.values, room)
-        values = [f"{run.letter} {_cut(value, room)}" for run, value in zip(comparison.runs, shown, strict=True)]
+        cut = [value if len(value) <= room else f"{value[: room - 3]}..." for value in shown]
+        values = [f"{run.letter} {value}" for run, value in zip(comparison.runs, cut, strict=True)]
         line = f"  {row.field:<{column}}  {'  '.join(values)}"
         lines += [line] if len(line) <= width else [f"  {row.field}", *(f"    {value}" for value in values)]
     return lines
@@ -129,15 +134,6 @@ def _speed_lines(speed: SpeedUp, width: int) -> list[str]:
     saved = speed.base_seconds - speed.other_seconds
     rows.append(["a step", show_step(speed.base_seconds), show_step(speed.other_seconds), _signed(saved), ""])
     return [*lines, *(f"  {line}" for line in _table(["", speed.base, speed.other, "saved", "all else"], rows))]
-
-
-def _gap_lines(gaps: Sequence[ScoreGap], width: int) -> list[str]:
-    lines = []
-    for gap in gaps:
-        values = f"{gap.base} {show_score(gap.base_value)}  {gap.other} {show_score(gap.other_value)}"
-        lines.append(f"  {gap.title:<14}  {values}  {gap_words(gap)}")
-        lines += _wrapped(gap.decided, "    ", width)
-    return lines
 
 
 def gap_words(gap: ScoreGap) -> str:
@@ -193,10 +189,6 @@ def _wrapped(text: str, indent: str, width: int) -> list[str]:
     return textwrap.wrap(
         text, width, initial_indent=indent, subsequent_indent=indent, break_long_words=False, break_on_hyphens=False
     )
-
-
-def _cut(text: str, length: int) -> str:
-    return text if len(text) <= length else f"{text[: length - 3]}..."
 
 
 def _signed(seconds: float) -> str:

@@ -79,12 +79,13 @@ def trained(evidence: Evidence) -> Finding | None:
         why = f"{counted(count, 'evaluation')}, and a trend needs {MIN_EVALUATIONS}; see evaluate.every"
         return unknown(key, "model", question, why, _training_loss_alone(evidence))
     answer, verdict = _how_trained(evidence, judged)
+    counts = [point.counts[judged[0].name] for point in evidence.evaluations if judged[0].name in point.counts]
     evidence_texts = (
         *(f"{course.text[0].upper()}{course.text[1:]}." for course in judged),
         f"Decided by a straight line over the logarithm of the step through the last {judged[0].line.count}"
         " evaluations, with its 95 % interval. What twice the steps bring is at best what the last doubling brought,"
         " and less if gains shrink as they did.",
-        *_measured_on(evidence, judged[0].name),
+        *(f"Each evaluation of {judged[0].name} is of the same {counted(count, 'sample')}." for count in counts[:1]),
         *_rate_left(evidence),
     )
     numbers = {f"{course.name}_per_doubling": course.line.slope for course in judged}
@@ -162,11 +163,6 @@ def _twice(evidence: Evidence, score: Progression) -> str:
         f"The last doubling brought it from {doubling.start:.3g} to {doubling.end:.3g}; the next ({2 * step:,.0f} steps"
         f"{time}) would bring it to {'' if about == best else f'about {about}, and '}{best} at best."
     )
-
-
-def _measured_on(evidence: Evidence, name: str) -> tuple[str, ...]:
-    count = next((point.counts[name] for point in evidence.evaluations if name in point.counts), None)
-    return () if count is None else (f"Each evaluation of {name} is of the same {counted(count, 'sample')}.",)
 
 
 def _rate_left(evidence: Evidence) -> tuple[str, ...]:

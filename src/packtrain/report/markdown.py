@@ -11,7 +11,6 @@ from packtrain.observe.measure import score_title
 from packtrain.report.finding import VERDICTS, Finding, Rows, Text
 from packtrain.report.render import TOPICS, newest_samples
 from packtrain.report.sample_view import confusions
-from packtrain.run.records import Sample
 from packtrain.units import show_score
 
 _SPECIAL = re.compile(r"([\\`*_\[\]<>|#~$])")
@@ -47,7 +46,8 @@ def _lines(evidence: Evidence, findings: Sequence[Finding]) -> Iterator[str]:
             yield from _evidence(finding)
     samples = newest_samples(evidence)
     if samples:
-        yield from ("", "## Samples", "", *table_lines(_samples(samples)))
+        rows = tuple((_cut(sample.input), _cut(sample.prediction), _cut(sample.reference)) for sample in samples)
+        yield from ("", "## Samples", "", *table_lines(Rows(("input", "prediction", "reference"), rows)))
         confused = confusions(samples)
         if confused is not None:
             yield from ("", "Most often confused, among these samples:", "", *table_lines(confused))
@@ -80,11 +80,6 @@ def _fenced(text: str) -> Iterator[str]:
     # Longer than any fence in the text, which could otherwise end it.
     fence = "`" * max(3, 1 + max((len(run) for run in re.findall("`+", text)), default=0))
     yield from (fence, harmless(text.rstrip("\n"), keep="\n"), fence)
-
-
-def _samples(samples: Sequence[Sample]) -> Rows:
-    rows = tuple((_cut(sample.input), _cut(sample.prediction), _cut(sample.reference)) for sample in samples)
-    return Rows(("input", "prediction", "reference"), rows)
 
 
 def _cut(text: str) -> str:

@@ -110,9 +110,10 @@ def reproduce(evidence: Evidence) -> Finding:
     run, job = evidence.status.run, evidence.job
     source = evidence.source or generated_source(job)
     on_gpus = job.recipe is not None and any(lease.facts.gpus for lease in evidence.leases)
+    is_dirty = source.uncommitted > 0
     rows = [
         *(("--set", override) for override in source.last_overrides),
-        ("git commit", _commit(source)),
+        ("git commit", source.commit + (f" and {counted(source.uncommitted, 'changed file')}" if is_dirty else "")),
         ("job", f"sha256 {evidence.job_digest}" if evidence.job_digest else ""),
         ("job and code", f"sha256 {evidence.code_digest}" if evidence.code_digest else ""),
         ("data", evidence.pack),
@@ -132,7 +133,7 @@ def reproduce(evidence: Evidence) -> Finding:
         facts.append("It was resumed with other settings (see the events); a new run has them from its start.")
     if evidence.source is None:
         facts.append("The file was not kept: the job below has the same fields, without comments.")
-    if source.uncommitted:
+    if is_dirty:
         changed = counted(source.uncommitted, "file")
         facts.append(f"{changed} {'was' if source.uncommitted == 1 else 'were'} changed since the commit.")
     if job.has_own_code:
@@ -159,10 +160,6 @@ def command_of(source: JobSource, pack: str = "", job: Job | None = None) -> str
     lines = [shlex.join(map(harmless, words)) for words in commands]
     line = " ".join(lines)
     return line if len(line) <= _MAX_COLUMNS else " \\\n    ".join(lines)
-
-
-def _commit(source: JobSource) -> str:
-    return f"{source.commit} and {counted(source.uncommitted, 'changed file')}" if source.uncommitted else source.commit
 
 
 def generated_source(job: Job) -> JobSource:

@@ -21,6 +21,7 @@ from packtrain.run.records import Event, Point, Sample
 from packtrain.units import counted, show_count, show_dollars, show_score, show_seconds, show_speed
 
 TOPICS: Mapping[Topic, str] = {"model": "The model", "speed": "Speed", "run": "The run"}
+_STATE_CLASSES = {"finished": "good", "failed": "bad"}  # all others are notes
 _MAX_SCORES = 4
 _MAX_CURVES = 60  # of a program's own numbers
 _FEW_POINTS = 20  # are drawn as dots: one alone is no line
@@ -85,7 +86,7 @@ def render(evidence: Evidence, findings: Sequence[Finding], pictures: Mapping[st
     sections = [
         "<header>",
         f"<h1>{escape(summary.run)}</h1>",
-        f'<p><b class="{_state(summary)}">{escape(summary.outcome)}</b></p>',
+        f'<p><b class="{_STATE_CLASSES.get(summary.state, "note")}">{escape(summary.outcome)}</b></p>',
         f'<p class="dim">{escape(summary.description)}</p>',
         *([f'<p class="dim">Started from {escape(parent.identified)}.</p>'] if parent is not None else []),
         _figures(summary),
@@ -109,10 +110,6 @@ def newest_samples(evidence: Evidence) -> Sequence[Sample]:
     if evidence.result is not None and evidence.result.samples:
         return evidence.result.samples
     return next((point.samples for point in reversed(evidence.points) if point.samples), ())
-
-
-def _state(summary: Status) -> str:
-    return {"finished": "good", "failed": "bad"}.get(summary.state, "note")
 
 
 def _figures(summary: Status) -> str:

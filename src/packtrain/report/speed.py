@@ -310,7 +310,9 @@ def traffic_of(evidence: Evidence) -> Traffic:
     step, conditions = fmean(map(step_seconds, evidence.steps)), evidence.conditions
     sent = sorted(sample.telemetry.sent_bytes_per_second for sample in evidence.training_telemetry)
     few = len(sent) < 5
-    gradients = evidence.forecast.gradient_bytes if evidence.forecast else _model_bytes(evidence)
+    files = evidence.checkpoints[-1].files if evidence.checkpoints else ()
+    model_bytes = sum(file.bytes for file in files if whole_name(file.name) == "model.safetensors")
+    gradients = evidence.forecast.gradient_bytes if evidence.forecast else model_bytes
     estimate = 2 * (evidence.workers - 1) / evidence.workers * gradients or None  # averaged in a ring, in 32 bits
     return Traffic(
         step,
@@ -413,11 +415,6 @@ def _network_facts(evidence: Evidence, traffic: Traffic) -> Iterable[str]:
         yield "Traffic between workers of one machine stays in its memory and never reaches a network card."
     else:
         yield "Network cards are rated in bits, traffic is counted in bytes: 1 Gbit/s is 125 MB/s."
-
-
-def _model_bytes(evidence: Evidence) -> int:
-    files = evidence.checkpoints[-1].files if evidence.checkpoints else ()
-    return sum(file.bytes for file in files if whole_name(file.name) == "model.safetensors")
 
 
 def _speed(bytes_per_second: float) -> str:
