@@ -344,7 +344,7 @@ def _left_out(split: Split, shares: bool = False) -> str:
 def _check_drops(name: str, split: Split, allow_drops: bool) -> None:
     if not split.samples:
         raise FieldMistake(f"data.{name}", f"no usable samples{_left_out(split) or ': the source is empty'}")
-    dropped = sum(drops.count for drops in split.dropped.values())
+    dropped = split.num_dropped
     if dropped > MAX_DROPPED * (dropped + split.samples) and not allow_drops:
         reason, drops = next(iter(split.dropped.items()))
         raise FieldMistake(

@@ -78,8 +78,19 @@ class Split:
 
     def share_of(self, count: int) -> float:
         """Return the share of a number of samples in all that were read, those that were left out included."""
-        left_out = sum(drops.count for drops in (*self.filtered.values(), *self.dropped.values()))
-        return count / max(1, self.samples + left_out)
+        return count / max(1, self.samples + self.num_filtered + self.num_dropped)
+
+    @property
+    def num_filtered(self) -> int:
+        return sum(drops.count for drops in self.filtered.values())
+
+    @property
+    def num_dropped(self) -> int:
+        return sum(drops.count for drops in self.dropped.values())
+
+    @property
+    def shard_bytes(self) -> int:
+        return sum(shard.bytes for shard in self.shards)
 
 
 @dataclass(frozen=True)
@@ -114,14 +125,19 @@ def sized_split(split: str, size: int) -> str:
     return f"{split}@{size}"
 
 
+def is_copy(split: str) -> bool:
+    """True for the name of a split's copy in another size."""
+    return "@" in split
+
+
 def check_copies(manifest: Manifest) -> None:
     """Refuse a pack whose copies in other sizes do not have the samples of their originals.
 
     A sample is read by its number, with its label or caption from one split and its pixels from another.
     """
     for name, copy in manifest.splits.items():
-        original, is_copy, _ = name.partition("@")
-        if is_copy and (original not in manifest.splits or _samples(copy) != _samples(manifest.splits[original])):
+        original = name.partition("@")[0]
+        if is_copy(name) and (original not in manifest.splits or _samples(copy) != _samples(manifest.splits[original])):
             raise PacktrainError(
                 f"pack {manifest.name}: {name} has other samples than {original}; delete the pack and pack again"
             )
@@ -165,7 +181,7 @@ def _is_sound(manifest: Manifest, pack: str) -> bool:
         and all(
             split.samples == sum(split.sources) == sum(shard.samples for shard in split.shards)
             for name, split in manifest.splits.items()
-            if "@" not in name  # copies are compared with their originals
+            if not is_copy(name)  # copies are compared with their originals
         )
     )
 

@@ -114,8 +114,7 @@ class PairPacks(PackKind):
 
     def mean_cost(self, train: Split) -> float:
         """Return the tokens of a side, which follow from the size of the shards."""
-        size = sum(shard.bytes for shard in train.shards)
-        return max(1.0, (size / train.samples - _ROW_BYTES) / _TOKEN_BYTES)
+        return max(1.0, (train.shard_bytes / train.samples - _ROW_BYTES) / _TOKEN_BYTES)
 
     def measures(self) -> Mapping[str, Callable[[Columns], NDArray[Any]]]:
         return {

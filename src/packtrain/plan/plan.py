@@ -173,7 +173,7 @@ def _sizes(
         return data_size(recipe), model_size(recipe), recipe, store
     costs = np.split(recipe.costs, np.cumsum(head.manifest.splits["train"].sources)[:-1])
     train = head.manifest.splits["train"]
-    read_bytes, larger = sum(shard.bytes for shard in train.shards), sum(head.samples["train"]) / train.samples
+    read_bytes, larger = train.shard_bytes, sum(head.samples["train"]) / train.samples
     valid, test = (sum(head.samples.get(split, ())) for split in ("valid", "test"))
     means = [float(of_source.mean()) if len(of_source) else 1.0 for of_source in costs]
     data = estimated_data(job, head.samples["train"], means, larger * read_bytes, valid, test)

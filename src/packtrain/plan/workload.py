@@ -88,7 +88,7 @@ def data_size(recipe: Recipe) -> DataSize:
     split = recipe.pack.manifest.splits["train"]
     return DataSize(
         samples=split.samples,
-        bytes=sum(shard.bytes for shard in split.shards),
+        bytes=split.shard_bytes,
         steps_per_epoch=len(batches),
         samples_per_step=float(np.mean([len(batch) for batch in batches])),
         units_per_step=float(np.mean([order.costs[batch].sum() for batch in batches])),
@@ -121,9 +121,9 @@ def estimated_data(
 def known_data(job: Job, manifest: Manifest) -> DataSize:
     """Return the size of the data as far as the manifest tells; the tokens of pairs follow from the size of shards."""
     train = manifest.splits["train"]
-    size, cost = sum(shard.bytes for shard in train.shards), kind_of(manifest.kind).mean_cost(train)
+    cost = kind_of(manifest.kind).mean_cost(train)
     valid, test = (manifest.splits[name].samples if name in manifest.splits else 0 for name in ("valid", "test"))
-    return estimated_data(job, train.sources, [cost] * len(train.sources), size, valid, test)
+    return estimated_data(job, train.sources, [cost] * len(train.sources), train.shard_bytes, valid, test)
 
 
 # The model: by the recipe's arithmetic, or by a count of what a user's own recipe computes.

@@ -12,6 +12,7 @@ from packtrain.observe.evidence import Evidence
 from packtrain.observe.goodput import lost_seconds, recovery_seconds
 from packtrain.observe.history import step_seconds
 from packtrain.pack.kind import kind_of
+from packtrain.pack.manifest import is_copy
 from packtrain.report.finding import Finding, Rows, Verdict, unknown
 from packtrain.report.speed import graded
 from packtrain.run.checkpoint import whole_name
@@ -234,10 +235,10 @@ def data_set(evidence: Evidence) -> Finding | None:
         return None
     if manifest is None:
         return unknown(key, "run", question, f"the store does not have pack {evidence.pack or 'of this run'} anymore")
-    splits = {name: split for name, split in manifest.splits.items() if "@" not in name}
-    size = {name: sum(shard.bytes for shard in split.shards) for name, split in manifest.splits.items()}
+    splits = {name: split for name, split in manifest.splits.items() if not is_copy(name)}
     train = splits["train"]
-    answer = f"{counted(train.samples, kind_of(manifest.kind).noun)} to train on ({show_bytes(size['train'])} packed)"
+    samples = counted(train.samples, kind_of(manifest.kind).noun)
+    answer = f"{samples} to train on ({show_bytes(train.shard_bytes)} packed)"
     for name, word in (("valid", "to validate"), ("test", "to test")):
         answer += f", {show_count(splits[name].samples)} {word}" if name in splits else ""
     epochs = evidence.steps[-1].values["epoch"] if evidence.steps else 0.0
@@ -246,8 +247,8 @@ def data_set(evidence: Evidence) -> Finding | None:
         sides = " and ".join(show_bytes(side.bytes) for side in train.raw)
         answer += f" The raw training text has {counted(train.raw[0].lines, 'line')} per side: {sides}."
     rows = tuple(
-        (name, show_count(split.samples), show_count(sum(drop.count for drop in split.filtered.values())),
-         show_count(sum(drop.count for drop in split.dropped.values())), str(len(split.shards)), show_bytes(size[name]))
+        (name, show_count(split.samples), show_count(split.num_filtered), show_count(split.num_dropped),
+         str(len(split.shards)), show_bytes(split.shard_bytes))
         for name, split in manifest.splits.items()
     )  # fmt: skip
     raw = tuple(
@@ -267,7 +268,7 @@ def data_set(evidence: Evidence) -> Finding | None:
             *((Rows(("split", "side", "raw text", "lines"), raw),) if raw else ()),
         ),
         {
-            "samples": float(train.samples), "bytes": float(size["train"]), "epochs": epochs,
+            "samples": float(train.samples), "bytes": float(train.shard_bytes), "epochs": epochs,
             **{f"raw_{side}_bytes": float(text.bytes) for side, text in zip(_SIDES, train.raw, strict=False)},
             **{f"raw_{side}_lines": float(text.lines) for side, text in zip(_SIDES, train.raw, strict=False)},
         },

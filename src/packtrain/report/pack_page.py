@@ -14,7 +14,7 @@ import numpy as np
 
 from packtrain.errors import printable
 from packtrain.pack.kind import ShownSample, kind_of
-from packtrain.pack.manifest import Split
+from packtrain.pack.manifest import Split, is_copy
 from packtrain.pack.shard import Columns
 from packtrain.report.pack_stats import Bar, ColumnsOf, PackStats, SplitStats
 from packtrain.report.page import POLICY, WIDTH, escape, page, wide
@@ -60,10 +60,7 @@ class StatsTable(NamedTuple):
 
 def _subject(stats: PackStats) -> str:
     manifest = stats.manifest
-    facts = [
-        kind_of(manifest.kind).title,
-        show_bytes(sum(file.bytes for split in stats.splits for file in split.split.shards)),
-    ]
+    facts = [kind_of(manifest.kind).title, show_bytes(sum(split.split.shard_bytes for split in stats.splits))]
     if manifest.classes:
         facts.append(f"{show_count(len(manifest.classes))} classes")
     facts += [f"vocabulary of {show_count(size)} tokens" for size in stats.vocabulary_sizes]
@@ -76,8 +73,7 @@ def _tables(stats: PackStats) -> Iterator[StatsTable]:
 
     rows = []
     for name, split in stats.manifest.splits.items():
-        left_out = [show_count(sum(drop.count for drop in drops.values())) for drops in (split.filtered, split.dropped)]
-        size = show_bytes(sum(shard.bytes for shard in split.shards))
+        left_out, size = map(show_count, (split.num_filtered, split.num_dropped)), show_bytes(split.shard_bytes)
         sources = " + ".join(map(show_count, split.sources)) if len(split.sources) > 1 else ""
         rows.append([name, show_count(split.samples), *left_out, show_count(len(split.shards)), size, sources])
     yield StatsTable("splits", ["split", "samples", "filtered", "dropped", "shards", "size", "by source"], rows)
@@ -91,7 +87,7 @@ def _tables(stats: PackStats) -> Iterator[StatsTable]:
     rows = [
         [split.name, word, show_count(drops.count), share(split.split, drops.count), reason, ", ".join(drops.names)]
         for split in stats.splits
-        if "@" not in split.name  # a copy in another size lacks the samples that its original lacks
+        if not is_copy(split.name)  # a copy in another size lacks the samples that its original lacks
         for word, reasons in (("filtered", split.split.filtered), ("dropped", split.split.dropped))
         for reason, drops in sorted(reasons.items(), key=lambda item: -item[1].count)
     ]
@@ -117,7 +113,7 @@ def print_stats(console: Console, stats: PackStats) -> None:
 
     tables = list(_tables(stats))
     for split in stats.splits:
-        if split.classes and "@" not in split.name:
+        if split.classes and not is_copy(split.name):
             first, last = _ends(split.classes, _CLASSES_IN_TERMINAL)
             rows = [
                 [bar.name, show_count(bar.count), f"{bar.count / split.split.samples:.1%}"] for bar in (*first, *last)
@@ -144,9 +140,8 @@ def sample_page(stats: PackStats, columns: ColumnsOf, vocabularies: Sequence[Voc
     body = [f'<h1>{_name(stats.manifest.name)}</h1><p class="dim">{_name(_subject(stats))}</p>']
     body += [f"<h3>{table.title.capitalize()}</h3>{_html(table)}" for table in _tables(stats) if table.rows]
     kind = kind_of(stats.manifest.kind)
-    for split in (
-        shown_split for shown_split in stats.splits if "@" not in shown_split.name
-    ):  # a copy in another size has the same samples
+    originals = [split for split in stats.splits if not is_copy(split.name)]  # copies have the same samples
+    for split in originals:
         chosen = list(_chosen(split, columns, TEXTS if kind.heads else PICTURES))
         shown = (kind.shown(shard, row, stats.manifest.classes, vocabularies) for shard, row in chosen)
         if kind.heads:
