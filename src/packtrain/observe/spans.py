@@ -10,6 +10,16 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Literal
 
+# Of each class of color: on a light and on a dark ground.
+COLORS: Mapping[str, tuple[str, str]] = {
+    "s0": ("#2a6fdb", "#6aa5ff"),
+    "s1": ("#bd4d14", "#ff9a66"),
+    "s2": ("#1f7a4d", "#5fd19c"),
+    "s3": ("#8e4bab", "#c58be0"),
+    "s4": ("#8795a3", "#7c8996"),
+    "s5": ("#c23b32", "#ff8078"),
+}
+
 
 @dataclass(frozen=True)
 class Span:

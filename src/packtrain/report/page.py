@@ -13,6 +13,7 @@ from dataclasses import dataclass, replace
 
 from packtrain.errors import harmless
 from packtrain.observe.columns import thinned
+from packtrain.observe.spans import COLORS
 
 POLICY = "default-src 'none'; style-src 'unsafe-inline'"
 """The content security policy of a page: it may load nothing."""
@@ -20,10 +21,9 @@ WIDTH, HEIGHT = 560, 240
 """The size of a chart's view box."""
 
 _STYLE = """
-:root { color-scheme: light dark; --ink: #1d2733; --dim: #66727f; --paper: #fff; --line: #e3e8ee; --shade: #f3f5f8;
-  --s0: #2a6fdb; --s1: #bd4d14; --s2: #1f7a4d; --s3: #8e4bab; }
+:root { color-scheme: light dark; --ink: #1d2733; --dim: #66727f; --paper: #fff; --line: #e3e8ee; --shade: #f3f5f8; }
 @media screen and (prefers-color-scheme: dark) { :root { --ink: #e6ebf0; --dim: #93a0ad; --paper: #14191f;
-  --line: #2b343d;  --shade: #1d242c; --s0: #6aa5ff; --s1: #ff9a66; --s2: #5fd19c; --s3: #c58be0; } }
+  --line: #2b343d;  --shade: #1d242c; } }
 body { font: 15px/1.5 system-ui, sans-serif; color: var(--ink); background: var(--paper); max-width: 1180px;
   margin: 2rem auto; padding: 0 1.25rem; }
 h1 { font-size: 1.6rem; margin: 0; } p { margin: .25rem 0; } .dim, figcaption, th { color: var(--dim); }
@@ -33,11 +33,16 @@ figcaption { font-size: .85rem; } svg { width: 100%; height: auto; display: bloc
 .grid { stroke: var(--line); } .mark { stroke: var(--dim); stroke-dasharray: 3 3; }
 .tick { font-size: 11px; fill: var(--dim); }
 .line { fill: none; stroke-width: 1.6; stroke: currentColor; } .dot { fill: currentColor; }
-.s0 { color: var(--s0); } .s1 { color: var(--s1); } .s2 { color: var(--s2); } .s3 { color: var(--s3); }
 .wide { overflow-x: auto; } .value { white-space: nowrap; }
 .key { margin-right: .8rem; display: inline-block; } figcaption .key { margin: 0 0 0 .8rem; }
 .key::before { content: "\\25CF  "; opacity: var(--fade, 1); }
 """
+_LIGHT = "".join(f" --{name}: {light};" for name, (light, _) in COLORS.items())
+_DARK = "".join(f" --{name}: {dark};" for name, (_, dark) in COLORS.items())
+_COLORS = (
+    f":root {{{_LIGHT} }}\n@media screen and (prefers-color-scheme: dark) {{ :root {{{_DARK} }} }}\n"
+    + "".join(f".{name} {{ color: var(--{name}); }}\n" for name in COLORS)
+)  # fmt: skip
 _LEFT, _RIGHT, _TOP, _BOTTOM = 56, 16, 14, 30  # margins of a chart
 MAX_POINTS = 300
 """Of a line: more than a chart has pixels to tell apart."""
@@ -51,7 +56,7 @@ def page(title: str, body: str, extra_style: str, policy: str = POLICY) -> str:
         '<!doctype html><html lang="en"><head><meta charset="utf-8">'
         '<meta name="viewport" content="width=device-width">'
         f'<meta http-equiv="Content-Security-Policy" content="{policy}">'
-        f"<title>{escape(title)} - Packtrain</title><style>{_STYLE}{extra_style}</style></head>"
+        f"<title>{escape(title)} - Packtrain</title><style>{_COLORS}{_STYLE}{extra_style}</style></head>"
         f"<body>{body}</body></html>\n"
     )
 

@@ -27,13 +27,12 @@ _MAX_CURVES = 60  # of a program's own numbers
 _FEW_POINTS = 20  # are drawn as dots: one alone is no line
 _MAX_EVENTS = 200  # a run of weeks must still be a page that opens
 _STYLE = """
-:root { --good: #1f7a4d; --note: #8f5e05; --bad: #c23b32; --unknown: #66727f; --s4: #8795a3; --s5: #c23b32; }
+:root { --good: #1f7a4d; --note: #8f5e05; --bad: #c23b32; --unknown: #66727f; }
 @media screen and (prefers-color-scheme: dark) { :root { --good: #4cc38a; --note: #e2b14c; --bad: #ff8078;
-  --unknown: #93a0ad; --s4: #7c8996; --s5: #ff8078; } }
+  --unknown: #93a0ad; } }
 body { max-width: 1020px; margin: 3rem auto 5rem; overflow-wrap: anywhere; } table { overflow-wrap: break-word; }
 h1 { font-size: 2rem; letter-spacing: -.02em; line-height: 1.2; }
 h2 { font-size: 1.15rem; margin: 2.6rem 0 .4rem; letter-spacing: -.01em; }
-.s4 { color: var(--s4); } .s5 { color: var(--s5); }
 .good { color: var(--good); } .note { color: var(--note); } .bad { color: var(--bad); }
 .unknown { color: var(--unknown); }
 .figures { display: flex; flex-wrap: wrap; gap: 1.1rem 2.4rem; margin: 1.6rem 0 .4rem; padding: 0; }

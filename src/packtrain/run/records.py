@@ -77,6 +77,11 @@ class Generation:
     launches: Count = 0
     restarted: bool = False
 
+    @property
+    def is_after_fault(self) -> bool:
+        """True if the generation before it did not end as people wanted."""
+        return self.cause not in ("start", "resumed", "joined")
+
     def rank_of(self, node: str) -> int | None:
         return next((rank for rank, member in enumerate(self.members) if member.node == node), None)
 

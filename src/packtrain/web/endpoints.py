@@ -32,11 +32,12 @@ from packtrain.observe.columns import as_json
 from packtrain.observe.evidence import gather
 from packtrain.observe.follower import TELEMETRY
 from packtrain.observe.goodput import Goodput
-from packtrain.observe.history import KINDS
-from packtrain.observe.spans import LABELS, RECORDED
+from packtrain.observe.history import KINDS, RECENT_STEPS
+from packtrain.observe.spans import COLORS, LABELS, RECORDED, SPANS
 from packtrain.recipes import Recipe, built_in
 from packtrain.report import finding_json, findings_of
 from packtrain.report.account import compared
+from packtrain.report.finding import VERDICTS
 from packtrain.report.origin import command_of, generated_source
 from packtrain.report.sweep import sweep_table
 from packtrain.run.checkpoint import committed, manifest_key
@@ -91,7 +92,9 @@ class AnswerCache:
             evidence = gather(run)
             answers = {
                 "findings": [finding_json(finding) for finding in findings_of(evidence)],
-                "forecast": [{**asdict(number), "off": number.off} for number in compared(evidence)],
+                "forecast": [
+                    {**asdict(number), "off": number.off, "is_right": number.is_right} for number in compared(evidence)
+                ],
             }
             ended = time.monotonic()
             self._cached[run.name] = (version, ended + (ended - started) / _ANSWERS_SHARE, answers)
@@ -133,7 +136,9 @@ class DashboardEndpoints:
         return app
 
     def index(self, _: Request) -> Response:
-        return self._file("index.html")
+        """The page, with the words and colors that it shares with the report."""
+        page = self._files["index.html"].read_text("utf-8")
+        return Response(page.replace("{terms}", json.dumps(_terms()).replace("<", "\\u003c")), media_type="text/html")
 
     def asset(self, request: Request) -> Response:
         return self._file(request.path_params["name"])
@@ -332,6 +337,15 @@ class DashboardEndpoints:
         return run, reader
 
 
+def _terms() -> dict[str, Any]:
+    spans = [
+        {"name": span.name, "label": span.label, "color": COLORS[span.color], "opacity": span.opacity}
+        for span in SPANS.values()
+    ]
+    verdicts = {verdict: asdict(words) for verdict, words in VERDICTS.items()}
+    return {"spans": spans, "verdicts": verdicts, "recent_steps": RECENT_STEPS}
+
+
 async def _answer_error(_: Request, error: Exception) -> Response:
     if isinstance(error, RefusedRequest):
         return error_answer(error.status, str(error))
@@ -437,6 +451,7 @@ def _generation(generation: Generation, events: Sequence[Event]) -> dict[str, An
         "time": next((event.time for event in events if event.generation == generation.number), None),
         "step": generation.step,
         "cause": generation.cause,
+        "after_fault": generation.is_after_fault,
         "reason": generation.reason,
         "culprit": generation.culprit,
         "members": [member.node for member in generation.members],

@@ -1,13 +1,9 @@
 // Answers to what people ask about a run, with their evidence; where its time went; what `plan` had said.
 
-import { color } from "./chart.js";
-import { SPANS, spanColor } from "./curves.js";
 import { ask } from "./api.js";
 import { card, make, quiet, table } from "./dom.js";
-import { clean, count, duration, number, percent, short, titled } from "./format.js";
-
-const VERDICTS = { good: ["✓", "good"], note: ["!", "worth a look"], bad: ["✕", "a problem"], unknown: ["?", "not known"] };
-const CLOSE = 0.2; // a forecast that is off by less is called close
+import { capital, clean, count, duration, number, percent, short, titled } from "./format.js";
+import { SPANS, VERDICTS } from "./terms.js";
 
 export class Answers {
   constructor(place) {
@@ -60,10 +56,10 @@ export class Answers {
 
 function list(findings) {
   return make("ol", "findings", ...findings.map((one) => {
-    const [sign, meaning] = VERDICTS[one.verdict] ?? VERDICTS.unknown;
-    const mark = make("span", `verdict ${one.verdict in VERDICTS ? one.verdict : "unknown"}`, sign);
+    const verdict = one.verdict in VERDICTS ? one.verdict : "unknown";
+    const mark = make("span", `verdict ${verdict}`, VERDICTS[verdict].mark);
     mark.setAttribute("role", "img");
-    mark.setAttribute("aria-label", meaning);
+    mark.setAttribute("aria-label", VERDICTS[verdict].meaning);
     const evidence = Array.isArray(one.evidence) ? one.evidence.join(" ") : one.evidence;
     return make("li", "", mark, make("div", "", make("h3", "", short(one.question, 200)), make("p", "", ...prose(one.answer)), evidence ? make("p", "evidence", ...prose(evidence)) : null));
   }));
@@ -72,27 +68,27 @@ function list(findings) {
 function spent({ parts, seconds, fraction, useful }) {
   const bar = make("div", "stack");
   bar.setAttribute("role", "img");
-  const known = SPANS.filter(([span]) => parts[span] > 0);
-  const rows = known.map(([span, label]) => {
-    const share = parts[span] / seconds;
+  const shown = SPANS.filter(({ name }) => parts[name] > 0);
+  const rows = shown.map(({ name, label, color }) => {
+    const share = parts[name] / seconds;
     const piece = make("i");
     piece.style.flexGrow = String(share);
-    piece.style.background = color(spanColor(span));
-    piece.title = `${label}: ${duration(parts[span])}`;
+    piece.style.background = color;
+    piece.title = `${capital(label)}: ${duration(parts[name])}`;
     bar.append(piece);
     const swatch = make("i", "swatch");
-    swatch.style.background = color(spanColor(span));
-    return make("li", "", swatch, make("span", "", label), make("b", "", duration(parts[span])), make("small", "", share < 0.005 ? "< 1%" : percent(share)));
+    swatch.style.background = color;
+    return make("li", "", swatch, make("span", "", capital(label)), make("b", "", duration(parts[name])), make("small", "", share < 0.005 ? "< 1%" : percent(share)));
   });
-  bar.setAttribute("aria-label", known.map(([span, label]) => `${label} ${percent(parts[span] / seconds)}`).join(", "));
+  bar.setAttribute("aria-label", shown.map(({ name, label }) => `${capital(label)} ${percent(parts[name] / seconds)}`).join(", "));
   const made = card("Where the time went", bar, make("ul", "key columns", ...rows));
   made.head.append(make("p", "readout", `${percent(fraction)} of ${duration(seconds)} in steps that counted (${duration(useful)})`));
   return made;
 }
 
 function compared(forecast) {
-  const rows = forecast.map(({ what, expected_text: expected, seen_text: seen, off }) => {
-    const sign = make("span", off === null ? "dim" : Math.abs(off) < CLOSE ? "near" : "far", off === null ? "–" : `${off >= 0 ? "+" : "−"}${Math.abs(100 * off).toFixed(0)}%`);
+  const rows = forecast.map(({ what, expected_text: expected, seen_text: seen, off, is_right: isRight }) => {
+    const sign = make("span", off === null ? "dim" : isRight ? "near" : "far", off === null ? "–" : `${off >= 0 ? "+" : "−"}${Math.abs(100 * off).toFixed(0)}%`);
     return [short(what, 60), short(expected, 60), short(seen, 60), sign];
   });
   return card("Plan against outcome", table("listing", ["", ">Expected", ">Measured", ">Off by"], rows));

@@ -19,14 +19,13 @@ export const X_KINDS = {
   epoch: { label: "Epoch", show: (x) => String(Number(x.toPrecision(4))), read: (x) => `epoch ${x.toFixed(2)}` },
 };
 
-// A canvas does not know custom properties: the color of an element that has it is the one of the current theme.
+// A canvas does not know custom properties nor themes: the color of an element is the one of the current theme.
 const probe = document.body.appendChild(Object.assign(document.createElement("i"), { hidden: true }));
 const colors = new Map();
 export const forgetColors = () => colors.clear();
 export function color(name) {
-  if (!name.startsWith("--")) return name;
   if (!colors.has(name)) {
-    probe.style.color = `var(${name})`;
+    probe.style.color = name.startsWith("--") ? `var(${name})` : name;
     colors.set(name, getComputedStyle(probe).color);
   }
   return colors.get(name);

@@ -5,6 +5,7 @@ import { button, choices, debounced, make, quiet, select, setText } from "./dom.
 import { capital, compact, duration, number, short, spelled } from "./format.js";
 import { Chart, Group, UNSEEN, X_KINDS, color, runColor, smoothed } from "./chart.js";
 import { adjust, current, listed } from "./route.js";
+import { SPANS } from "./terms.js";
 import { Clock, Timeline } from "./timeline.js";
 
 const POINTS = 1000; // of a line; more than a chart has pixels would not be seen
@@ -16,14 +17,6 @@ const LEAST_PAUSE = 1500; // milliseconds between two questions for new points .
 const MOST_PAUSE = 6000; // ... of a run that is so long that a second of it is less than a pixel
 const READING_PAUSE = 100; // ... and while the server is still reading a long history
 const SLOW_PAUSE = 8000; // ... and for what can only be had as a whole: bands and clock
-// The parts of a step from the bottom: computing in blue, communication in orange, the rest apart from both.
-export const SPANS = [
-  ["forward", "Forward"], ["backward", "Backward"], ["optimizer", "Optimizer"],
-  ["communication", "Communication not overlapped"], ["wait", "Waiting for the slowest rank"], ["data", "Waiting for data"],
-  ["save", "Checkpoint copies"], ["evaluation", "Evaluation"], ["start", "Startup"], ["recovery", "Recovery"],
-  ["lost steps", "Lost steps"], ["other", "Bookkeeping"],
-];
-export const spanColor = (span) => `--span-${span.replaceAll(" ", "-")}`;
 
 // A chart for each number of a program, losses first and wide.
 function logged(names) {
@@ -259,7 +252,7 @@ export class Curves {
   // Where generations started, as lines through all charts.
   #mark() {
     const generations = this.view.detail?.generations ?? [];
-    const marks = generations.slice(1).map(({ time, cause }) => ({ x: this.clock.x(time, this.x), bad: !["joined", "resumed", "start"].includes(cause) }));
+    const marks = generations.slice(1).map(({ time, after_fault: bad }) => ({ x: this.clock.x(time, this.x), bad }));
     if (JSON.stringify(marks) === JSON.stringify(this.group.marks)) return;
     this.group.marks = marks;
     this.group.refresh();
@@ -460,19 +453,19 @@ export class Curves {
     if (!this.bandData || !this.bands) return;
     const { step, spans } = this.bandData;
     const x = this.x === "step" ? step : step.map((one) => this.clock.ofStep(one, this.x));
-    const known = SPANS.filter(([span]) => spans[span]?.some((one) => one > 0));
+    const shown = SPANS.filter(({ name }) => spans[name]?.some((one) => one > 0));
     let top = new Array(step.length).fill(0);
-    this.bands.lines = known.map(([span, label]) => {
-      top = top.map((height, at) => height + (spans[span][at] ?? 0));
-      return { label, color: spanColor(span), x, y: top, read: spans[span] };
+    this.bands.lines = shown.map(({ name, label, color: filled }) => {
+      top = top.map((height, at) => height + (spans[name][at] ?? 0));
+      return { label: capital(label), color: filled, x, y: top, read: spans[name] };
     });
-    this.bands.element.hidden = !known.length;
-    const shares = known.map(([span]) => spans[span].reduce((sum, one) => sum + (one ?? 0), 0));
+    this.bands.element.hidden = !shown.length;
+    const shares = shown.map(({ name }) => spans[name].reduce((sum, one) => sum + (one ?? 0), 0));
     const total = shares.reduce((sum, one) => sum + one, 0) || 1;
-    this.bandKey.replaceChildren(...known.map(([span, label], at) => {
+    this.bandKey.replaceChildren(...shown.map(({ label, color: filled }, at) => {
       const swatch = make("i", "swatch");
-      swatch.style.background = color(spanColor(span));
-      return make("li", "", swatch, make("span", "", label), make("b", "", `${(100 * shares[at] / total).toFixed(shares[at] / total < 0.1 ? 1 : 0)}%`));
+      swatch.style.background = filled;
+      return make("li", "", swatch, make("span", "", capital(label)), make("b", "", `${(100 * shares[at] / total).toFixed(shares[at] / total < 0.1 ? 1 : 0)}%`));
     }));
     this.bands.refresh();
   }

@@ -11,6 +11,7 @@ import { Machines } from "./machines.js";
 import { Samples } from "./samples.js";
 import { address, current } from "./route.js";
 import { STATES, stateBadge } from "./runs.js";
+import { RECENT_STEPS } from "./terms.js";
 
 const TABS = [
   ["curves", "Curves", Curves],
@@ -23,7 +24,6 @@ const TABS = [
 ];
 // What the detail of a run is made of: when one of these has changed, it is asked for again.
 const IN_DETAIL = ["events", "checkpoints"];
-const RECENT = 50; // steps that the speed is of (RECENT_STEPS of report/summary.py)
 const SLOW = 10_000; // milliseconds between two questions for what only counting changes, such as the goodput
 
 class RunView {
@@ -198,7 +198,7 @@ class RunView {
       ["Progress", row.progress === null ? count(row.step) : percent(row.progress), row.goal ? `step ${count(row.step)} of ${count(row.goal)}` : row.progress === null ? (row.unit ? "steps" : "commits") : row.unit ? `step ${count(row.step)}` : `${count(row.step)} commits`, row.progress],
       ["Training loss", number(row.loss), row.loss === null ? "" : `mean of the last ${row.loss_steps === 1 ? "step" : `${row.loss_steps} steps`}`],
       score ? scored(score, isBest ? "" : `best ${number(best.value)} at step ${count(best.step)}`) : ["Score", "–", ""],
-      ["Speed", compact(row.units_per_second), row.unit ? `${row.unit}/s, last ${row.step > 1 ? `${Math.min(RECENT, row.step)} steps` : "step"}` : ""],
+      ["Speed", compact(row.units_per_second), row.unit ? `${row.unit}/s, last ${row.step > 1 ? `${Math.min(RECENT_STEPS, row.step)} steps` : "step"}` : ""],
       ["Time", duration(row.seconds), row.seconds_left === null ? "" : `${duration(row.seconds_left)} left`],
       ["Cost", money(row.dollars), row.dollars === null ? "no price known" : row.dollars_left === null ? "" : `${money(row.dollars_left)} left`],
       ["Machines", row.machines === null ? "–" : String(row.machines), row.state === "running" || !row.machines ? "" : "at the end"],

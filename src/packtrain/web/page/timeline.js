@@ -4,7 +4,6 @@ import { button, draw, make, setText } from "./dom.js";
 import { clock as clockTime, short } from "./format.js";
 import { PADDING, X_KINDS, nearest } from "./chart.js";
 
-const FAULTS = ["lost", "excluded", "warning", "failure", "hang", "failed"];
 const ROUTINE = ["checkpoint", "evaluation", "superseded", "machine"];
 const MAX_LISTED = 200;
 
@@ -97,7 +96,7 @@ export class Timeline {
     const key = `${generations.length} ${events.length} ${Boolean(result)}`;
     if (key === this.known) return;
     Object.assign(this, { known: key, generations, events, ended: Boolean(result) });
-    this.faults = events.filter(({ kind, display }) => FAULTS.includes(kind) || display === "warning").length;
+    this.faults = events.filter(isFault).length;
     const plural = (amount, word) => `${amount} ${word}${amount === 1 ? "" : "s"}`;
     setText(this.tally, `${plural(generations.length, "generation")}, ${this.faults ? plural(this.faults, "warning") : "no warnings"}`);
     this.element.hidden = !generations.length && !events.length;
@@ -119,7 +118,7 @@ export class Timeline {
       const left = clip(place(this.clock.x(one.time, kind)));
       const right = next ? clip(place(this.clock.x(next.time, kind))) : clip(place(Math.max(this.group.extent[1], from)));
       if (right - left < 0.5) return;
-      const fault = at > 0 && !["joined", "resumed", "start"].includes(one.cause);
+      const fault = at > 0 && one.after_fault;
       const bar = draw("rect", { x: left, y: 6, width: Math.max(1, right - left - 2), height: 20, rx: 3, class: fault ? "generation after-fault" : "generation" });
       bar.append(draw("title", {}, `Generation ${one.number}: ${one.members.length} machines. ${short(one.reason, 200)}`));
       parts.push(bar);
@@ -130,7 +129,7 @@ export class Timeline {
     for (const event of this.events) {
       const x = place(this.clock.x(event.time, kind));
       if (x < PADDING.left - 1 || x > PADDING.left + room + 1) continue;
-      const type = this.#isFault(event) ? "fault" : event.kind === "checkpoint" ? "saved" : event.kind === "evaluation" ? "evaluated" : "other";
+      const type = isFault(event) ? "fault" : event.kind === "checkpoint" ? "saved" : event.kind === "evaluation" ? "evaluated" : "other";
       if (type !== "fault" && Math.abs(x - (last[type] ?? -99)) < 3) continue; // marks upon marks tell nothing
       last = { ...last, [type]: x };
       parts.push(mark(type, x, event));
@@ -138,10 +137,6 @@ export class Timeline {
     this.svg.setAttribute("width", this.#width);
     this.svg.replaceChildren(...parts, this.line);
     this.showPoint(this.group.point);
-  }
-
-  #isFault({ kind, display }) {
-    return FAULTS.includes(kind) || display === "warning";
   }
 
   showPoint(point) {
@@ -153,17 +148,20 @@ export class Timeline {
   }
 
   #showList() {
-    const chosen = this.all ? this.events : this.events.filter((event) => this.#isFault(event) || !ROUTINE.includes(event.kind));
+    const chosen = this.all ? this.events : this.events.filter((event) => isFault(event) || !ROUTINE.includes(event.kind));
     this.toggle.hidden = this.events.length === chosen.length && !this.all;
     const seen = chosen.slice(-(this.all ? MAX_LISTED : 8)).reverse();
     this.list.replaceChildren(...seen.map((event) => {
       const go = button("event", make("time", "", clockTime(event.time)), () => this.group.show(this.clock.x(event.time, this.group.kind)));
-      go.append(make("span", `kind ${this.#isFault(event) ? "bad" : ""}`, event.kind), make("span", "words", short(event.text, 400)));
+      go.append(make("span", `kind ${isFault(event) ? "bad" : ""}`, event.kind), make("span", "words", short(event.text, 400)));
       go.title = X_KINDS[this.group.kind].read(this.clock.x(event.time, this.group.kind));
       return make("li", "", go);
     }));
   }
 }
+
+// The end of a run is told by its summary, not among its warnings.
+const isFault = ({ kind, display }) => display === "warning" || kind === "failed";
 
 function mark(type, x, event) {
   const shapes = {
