@@ -115,7 +115,10 @@ def write_job(request: InitRequest, ask: Ask = lambda _question, _answers: None)
             data_of_splits = [f"{' '.join(paths)} for {split}" for split, paths in splits.items() if paths]
             result = replace(result, data=data_of_splits, notes=named_splits.notes)
     else:
-        sources = {split: _toy_source(template, split, data.name) for split in ("train", "valid")}
+        sources = {}
+        for split in ("train", "valid"):
+            paths = [f"{data.name}/{Template(path).substitute(split=split)}" for path in template.paths]
+            sources[split] = _flow(template.format, paths) if paths else ""
         if toy_files := template.make_data():
             if data.exists():
                 raise Mistake(f"{data} exists; use another name for the job, or --data to train on it")
@@ -128,7 +131,9 @@ def write_job(request: InitRequest, ask: Ask = lambda _question, _answers: None)
     text = text.replace("  valid: []\n", held_out)
     if sources.get("test"):
         text = _VALID.sub(lambda valid: f"{valid[0]}  test: [{sources['test']}]\n", text)
-    _write(request.path, {request.path: (EDITOR_LINE + _aligned(text)).encode(), **beside})
+    # Align the comments after fields, whatever was substituted before them.
+    text = _COMMENT.sub(lambda before: f"{before[1]:<{_COMMENT_COLUMN}} # ", text)
+    _write(request.path, {request.path: (EDITOR_LINE + text).encode(), **beside})
     schema = request.path.parent / SCHEMA
     schema.parent.mkdir(exist_ok=True)
     write_output(schema, f"{json_text(current_schema())}\n", option="")
@@ -152,20 +157,10 @@ def _splits(kind: str, request: InitRequest, ask: Ask) -> Splits:
     return replace(splits, valid=named.valid) if named.valid else splits
 
 
-def _aligned(text: str) -> str:
-    """Align the comments after fields, whatever was substituted before them."""
-    return _COMMENT.sub(lambda before: f"{before[1]:<{_COMMENT_COLUMN}} # ", text)
-
-
 def template_of(kind: str) -> JobTemplate:
     if kind not in TEMPLATES:
         raise Mistake(f"init: unknown kind {kind[:60]!r}; {nearest(kind, TEMPLATES)}")
     return TEMPLATES[kind]
-
-
-def _toy_source(template: JobTemplate, split: str, folder: str) -> str:
-    paths = [f"{folder}/{Template(path).substitute(split=split)}" for path in template.paths]
-    return _flow(template.format, paths) if paths else ""
 
 
 def _source(kind: str, split: str, paths: Sequence[str], folder: Path) -> str:

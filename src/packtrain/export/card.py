@@ -22,14 +22,14 @@ _UNKNOWN_LICENSE = "other"  # as the hub calls a license that it does not know
 
 
 def card_of(
-    manifest: ModelManifest, job: Job, recipe: Recipe, license_name: str | None, own: OwnGraph | None = None
+    manifest: ModelManifest, job: Job, recipe: Recipe, license_name: str | None, own_graph: OwnGraph | None = None
 ) -> str:
     """Return the card: what the model is, what it learned from, how well it does, and how it was made.
 
-    `own` describes the model of a user's recipe, which only its author can use.
+    `own_graph` describes the model of a user's recipe, which only its author can use.
     """
     front = yaml.safe_dump(_front_matter(manifest, job, recipe, license_name), sort_keys=False, allow_unicode=True)
-    return f"---\n{front}---\n\n" + "\n".join(_body(manifest, job, recipe, license_name, own)) + "\n"
+    return f"---\n{front}---\n\n" + "\n".join(_body(manifest, job, recipe, license_name, own_graph)) + "\n"
 
 
 def _front_matter(manifest: ModelManifest, job: Job, recipe: Recipe, license_name: str | None) -> dict[str, Any]:
@@ -39,39 +39,37 @@ def _front_matter(manifest: ModelManifest, job: Job, recipe: Recipe, license_nam
         matter["pipeline_tag"] = task
     matter["tags"] = ["packtrain", manifest.recipe.partition(":")[0], manifest.precision]
     if task and manifest.scores:
-        results = [_result(manifest, job, task, split) for split in _by_split(manifest.scores)]
+        results = [
+            {
+                "task": {"type": task},
+                "dataset": {"name": manifest.origin.pack, "type": job.name, "split": split},
+                "metrics": [{"type": name, "value": round(value, 4)} for name, value in scores.items()],
+            }
+            for split, scores in _by_split(manifest.scores).items()
+        ]
         matter["model-index"] = [{"name": manifest.origin.run, "results": results}]
     return matter
 
 
-def _result(manifest: ModelManifest, job: Job, task: str, split: str) -> dict[str, Any]:
-    scores = _by_split(manifest.scores)[split]
-    return {
-        "task": {"type": task},
-        "dataset": {"name": manifest.origin.pack, "type": job.name, "split": split},
-        "metrics": [{"type": name, "value": round(value, 4)} for name, value in scores.items()],
-    }
-
-
 def _by_split(scores: Mapping[str, float]) -> dict[str, dict[str, float]]:
     """Return the scores of each split; a run calls them `test.bleu`."""
-    found: dict[str, dict[str, float]] = {}
+    by_split: dict[str, dict[str, float]] = {}
     for name, value in scores.items():
         split, _, metric = name.partition(".")
-        found.setdefault(harmless(split), {})[harmless(metric)] = value
-    return found
+        by_split.setdefault(harmless(split), {})[harmless(metric)] = value
+    return by_split
 
 
 def _body(
-    manifest: ModelManifest, job: Job, recipe: Recipe, license_name: str | None, own: OwnGraph | None
+    manifest: ModelManifest, job: Job, recipe: Recipe, license_name: str | None, own_graph: OwnGraph | None
 ) -> Iterator[str]:
     origin = manifest.origin
-    made = datetime.fromtimestamp(origin.made, UTC).strftime("%Y-%m-%d")
+    exported_on = datetime.fromtimestamp(origin.made, UTC).strftime("%Y-%m-%d")
     yield f"# {job.name}"
     yield ""
     yield f"A model of the recipe `{manifest.recipe}`, trained with Packtrain; {manifest.form}, {manifest.precision}."
     yield ""
-    if own is None:
+    if own_graph is None:
         yield "```console"
         yield "$ packtrain predict . " + ("photo.jpg" if recipe.inputs == "images" else '"A sentence."')
         yield "$ packtrain serve ."
@@ -79,7 +77,7 @@ def _body(
     else:
         yield "| `model.onnx` | name | type | shape |"
         yield "| --- | --- | --- | --- |"
-        for word, values in (("input", own.inputs), ("output", own.outputs)):
+        for word, values in (("input", own_graph.inputs), ("output", own_graph.outputs)):
             for value in values:
                 yield f"| {word} | {_code(value.name)} | {value.type} | {' x '.join(map(str, value.shape))} |"
     yield ""
@@ -90,22 +88,23 @@ def _body(
     for split, scores in _by_split(manifest.scores).items():
         for name, score in scores.items():
             yield f"| {plain(name)} | {score:.4g} | the run | {_code(split)}, at the end of training |"
-    for one in manifest.parity:
-        where = f"{one.samples:,} samples of {_code(one.split)}"
-        yield f"| {plain(one.metric)} | {one.trained:.4g} | the run | {where} |"
-        yield f"| {plain(one.metric)} | {one.exported:.4g} | this model | {where} |"
-    for one in manifest.parity:
+    for parity in manifest.parity:
+        where = f"{parity.samples:,} samples of {_code(parity.split)}"
+        yield f"| {plain(parity.metric)} | {parity.trained:.4g} | the run | {where} |"
+        yield f"| {plain(parity.metric)} | {parity.exported:.4g} | this model | {where} |"
+    for parity in manifest.parity:
         yield ""
-        yield f"On these samples, {plain(one.metric)} of this model is {drop_in_words(one)} than in the run."
-        if one.signature:
+        yield f"On these samples, {plain(parity.metric)} of this model is {drop_in_words(parity)} than in the run."
+        if parity.signature:
             yield ""
-            yield f"Signature of {plain(one.metric)}: {_code(one.signature)}."
+            yield f"Signature of {plain(parity.metric)}: {_code(parity.signature)}."
     yield ""
     yield "## Data"
     yield ""
     for split in ("train", "valid", "test"):
         for source in getattr(job.data, split):
-            yield f"- {split}: {source.kind}, {', '.join(_code(_last(path)) for path in source.paths)}"
+            names = (path.partition("?")[0].rstrip("/").rpartition("/")[2] for path in source.paths)
+            yield f"- {split}: {source.kind}, {', '.join(map(_code, names))}"
     if job.data.held_out is not None:
         yield f"- valid: {job.data.share} of train, held out"
     if recipe.inputs == "images":
@@ -122,8 +121,9 @@ def _body(
     steps = f"step {origin.step:,}" + (
         f", the mean of {len(origin.checkpoints)} checkpoints" if origin.checkpoints[1:] else ""
     )
-    yield f"- run `{origin.run}`, {steps}, exported on {made} by Packtrain {origin.packtrain}"
-    yield f"- model `{job.model.size}`{_options(job)}; trained for {job.train.duration}, batches of {job.train.batch}"
+    yield f"- run `{origin.run}`, {steps}, exported on {exported_on} by Packtrain {origin.packtrain}"
+    options = "".join(f", {name} {value}" for name, value in job.model.options.items())
+    yield f"- model `{job.model.size}`{options}; trained for {job.train.duration}, batches of {job.train.batch}"
     if job.parent is not None:
         yield f"- started from {job.parent.identified}"
     yield f"- pack `{origin.pack}`; SHA-256 of the job {origin.job}"
@@ -145,11 +145,3 @@ def _code(text: str) -> str:
     """Return text as code in Markdown, also within a table; a backquote would end it."""
     shown = harmless(text).replace("`", "'").replace("|", "\\|")
     return f"`{shown}`"
-
-
-def _last(path: str) -> str:
-    return path.partition("?")[0].rstrip("/").rpartition("/")[2]
-
-
-def _options(job: Job) -> str:
-    return "".join(f", {name} {value}" for name, value in job.model.options.items())

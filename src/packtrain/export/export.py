@@ -84,7 +84,7 @@ def export_run(run: Run, folder: Path, options: ExportOptions, say: Say, accept:
     checkpoints = [trained.checkpoint]
     if options.average > 1:
         checkpoints = _average(run, trained, options)
-        say(f"averaged the weights of steps {', '.join(str(one.step) for one in checkpoints)}")
+        say(f"averaged the weights of steps {', '.join(str(averaged.step) for averaged in checkpoints)}")
     if not run.job.has_own_code:
         exportable(str(run.job.recipe))
     forms = list(trained.recipe.forms if isinstance(trained.recipe, Exportable) else Exportable.forms)
@@ -93,9 +93,9 @@ def export_run(run: Run, folder: Path, options: ExportOptions, say: Say, accept:
         raise Mistake(f"--format {quoted(form)}: {run.job.recipe} has {' and '.join(forms)}")
     if run.job.has_own_code and options.precision != "fp32":
         raise Mistake(f"--int8: not supported for {run.job.recipe}, a recipe of your own; remove it")
-    with _appearing(folder) as new:
+    with _appearing(folder) as new_folder:
         say(f"writing step {trained.checkpoint.step:,} of {run.name} for {form} in {options.precision}")
-        manifest = _written(run, trained, checkpoints, new, form, options)
+        manifest = _written(run, trained, checkpoints, new_folder, form, options)
         for parity in manifest.parity:
             say(_in_words(parity))
             available = trained.recipe.count(parity.split)
@@ -126,7 +126,7 @@ def _written(
         parity = (measure_parity(recipe, model, form, folder, options),)
     origin = Origin(
         run=run.name,
-        checkpoints=tuple(one.name for one in checkpoints),
+        checkpoints=tuple(checkpoint_used.name for checkpoint_used in checkpoints),
         step=checkpoint.step,
         pack=run.pack_name(),
         job=run.job_digest,
@@ -138,7 +138,9 @@ def _written(
         FORMAT, str(run.job.recipe), form_name, options.precision, recipe.labels, origin, parity, scores, files=()
     )
     (folder / CARD).write_text(card_of(manifest, run.job, recipe, options.license, graph), encoding="utf-8")
-    manifest = replace(manifest, files=tuple(_stored_files(folder)))
+    paths = sorted(path for path in folder.rglob("*") if path.is_file())
+    stored = (StoredFile(path.relative_to(folder).as_posix(), path.stat().st_size, sha256_of(path)) for path in paths)
+    manifest = replace(manifest, files=tuple(stored))
     (folder / MANIFEST).write_bytes(encode(manifest))
     return manifest
 
@@ -154,12 +156,11 @@ def _average(run: Run, trained: TrainedModel, options: ExportOptions) -> list[Ch
 
     if not isinstance(options.choice, str):
         raise Mistake("--average: takes the best or the last checkpoints; remove the step of --checkpoint")
-    found = list(candidates(run, options.choice))
-    if len(found) < options.average:
-        raise Mistake(
-            f"--average {options.average}: {run.name} has {len(found)}; checkpoint.keep_best and keep_last keep more"
-        )
-    chosen = found[: options.average]
+    available = list(candidates(run, options.choice))
+    if len(available) < options.average:
+        has = f"{run.name} has {len(available)}; checkpoint.keep_best and keep_last keep more"
+        raise Mistake(f"--average {options.average}: {has}")
+    chosen = available[: options.average]
     with tempfile.TemporaryDirectory(prefix="packtrain-export-") as directory:
         total: dict[str, Tensor] = {}
         for number, checkpoint in enumerate(chosen):
@@ -170,9 +171,9 @@ def _average(run: Run, trained: TrainedModel, options: ExportOptions) -> list[Ch
             for name, tensor in trained.model.state_dict().items():
                 double = tensor.cpu().to(torch.float64, copy=True)
                 total[name] = double + total[name] if name in total else double
-        own = trained.model.state_dict()
+        state = trained.model.state_dict()
         for name, tensor in total.items():
-            own[name].copy_((tensor / len(chosen)).to(own[name].dtype))
+            state[name].copy_((tensor / len(chosen)).to(state[name].dtype))
     return chosen
 
 
@@ -208,12 +209,6 @@ def _file_name(path: str) -> str:
     return re.split(r"[/\\]", re.split(r"[?#]", path)[0].rstrip("/"))[-1] or "data"
 
 
-def _stored_files(folder: Path) -> Iterator[StoredFile]:
-    for path in sorted(folder.rglob("*")):
-        if path.is_file():
-            yield StoredFile(path.relative_to(folder).as_posix(), path.stat().st_size, sha256_of(path))
-
-
 def _check_target(folder: Path, run: Run, may_replace: bool) -> None:
     name = printable(str(folder))
     if folder.exists() and not folder.is_dir():
@@ -237,17 +232,17 @@ def _appearing(folder: Path) -> Iterator[Path]:
     """Give a new folder that takes the place of another one at the end, or disappears if anything fails."""
     try:
         folder.parent.mkdir(parents=True, exist_ok=True)
-        new = Path(tempfile.mkdtemp(prefix=f".{folder.name}-", dir=folder.parent))
+        new_folder = Path(tempfile.mkdtemp(prefix=f".{folder.name}-", dir=folder.parent))
     except OSError as error:
         raise Mistake(f"{printable(str(folder))}: cannot write there: {error.strerror}") from None
     try:
-        new.chmod(0o755)
-        yield new
-        replace_folder(new, folder)
+        new_folder.chmod(0o755)
+        yield new_folder
+        replace_folder(new_folder, folder)
     except OSError as error:
         raise PacktrainError(f"{printable(str(folder))}: cannot write: {error.strerror}") from error
     finally:
-        shutil.rmtree(new, ignore_errors=True)
+        shutil.rmtree(new_folder, ignore_errors=True)
 
 
 # Parity.

@@ -63,12 +63,12 @@ class OnnxForm(Form):
                 write_graph(graph, path)
                 continue
             with tempfile.TemporaryDirectory(prefix="packtrain-onnx-") as directory:
-                whole = Path(directory) / path.name
-                write_graph(graph, whole)
+                unquantized = Path(directory) / path.name
+                write_graph(graph, unquantized)
                 if isinstance(recipe, ImageRecipe) and "pixels" in graph.inputs:
-                    _quantize_images(whole, path, calibration_images(recipe))
+                    _quantize_images(unquantized, path, calibration_images(recipe))
                 else:
-                    _quantize_products(whole, path)
+                    _quantize_products(unquantized, path)
 
     def load(self, recipe: Exportable, folder: Path, threads: int | None = None) -> Network:
         return recipe.onnx_network(lambda name: Session(folder / self.folder / f"{name}.onnx", threads))
@@ -108,7 +108,7 @@ def write_graph(graph: Graph, path: Path) -> None:
 
     module = PlainArguments(graph.module).eval()
     # Clones: torch takes two inputs with the same tensor for one.
-    examples = tuple(one.example.clone() for one in graph.inputs.values())
+    examples = tuple(graph_input.example.clone() for graph_input in graph.inputs.values())
     with torch.no_grad():
         module(*examples)  # constants that a model caches must not be made while torch traces it
     with silence():
@@ -117,15 +117,17 @@ def write_graph(graph: Graph, path: Path) -> None:
             examples,
             dynamo=True,
             verbose=False,
-            dynamic_shapes=(tuple(dict(one.free) for one in graph.inputs.values()),),
+            dynamic_shapes=(tuple(dict(graph_input.free) for graph_input in graph.inputs.values()),),
             input_names=list(graph.inputs),
             output_names=list(graph.outputs),
         )
         assert program is not None
-        for value, one in zip(program.model.graph.inputs, graph.inputs.values(), strict=True):
+        for value, graph_input in zip(program.model.graph.inputs, graph.inputs.values(), strict=True):
             # Torch fixes a size without a word if the model uses it as a plain integer.
             assert value.shape is not None
-            assert not any(isinstance(value.shape[place], int) for place in one.free), f"{value.name} has a fixed size"
+            assert not any(isinstance(value.shape[place], int) for place in graph_input.free), (
+                f"{value.name} has a fixed size"
+            )
         program.save(path, external_data=_size(graph.module) > _MAX_FILE_BYTES)
 
 
@@ -181,7 +183,7 @@ def _quantize_images(source: Path, target: Path, images: Sequence[Pixels]) -> No
             return next(({"pixels": batch} for batch in self._left), None)
 
     graph = onnx.load(source, load_external_data=False).graph
-    constants = {one.name for one in graph.initializer}
+    constants = {tensor.name for tensor in graph.initializer}
     first = next(node.name for node in graph.node if node.op_type == "Conv")
     biases = [node.name for node in graph.node if node.op_type == "Add" and constants & set(node.input)]
     with silence():
@@ -231,7 +233,7 @@ class _Call:
     def given(self) -> list[Tensor]:
         from torch.utils._pytree import tree_leaves
 
-        return [one for one in tree_leaves((self.arguments, self.keywords)) if hasattr(one, "numpy")]
+        return [leaf for leaf in tree_leaves((self.arguments, self.keywords)) if hasattr(leaf, "numpy")]
 
 
 def export_own(recipe: Recipe, model: nn.Module, folder: Path) -> OwnGraph:
@@ -242,36 +244,39 @@ def export_own(recipe: Recipe, model: nn.Module, folder: Path) -> OwnGraph:
     name, model, path = recipe.job.recipe, copy.deepcopy(model).cpu().eval(), folder / OWN_FILE
     # Two batches: sizes that differ between them are free in the graph.
     by_length = np.argsort(recipe.sort_keys, kind="stable")
-    few, more = (_call(recipe, model, ids) for ids in (by_length[:2], by_length[-3:]))
+    smaller, larger = (_call(recipe, model, ids) for ids in (by_length[:2], by_length[-3:]))
     folder.mkdir(parents=True, exist_ok=True)
     try:
         with silence(), torch.no_grad():
             program = torch.onnx.export(
                 model,
-                few.arguments,
-                kwargs=few.keywords,
+                smaller.arguments,
+                kwargs=smaller.keywords,
                 dynamo=True,
                 verbose=False,
-                dynamic_shapes=_free_sizes(few, more, model),
-                output_names=list(few.returned),
+                dynamic_shapes=_free_sizes(smaller, larger, model),
+                output_names=list(smaller.returned),
             )
             assert program is not None
             program.save(path, external_data=_size(model) > _MAX_FILE_BYTES)
     except Exception as error:  # torch passes on whatever the model's own code raises
         raise Mistake(f"{name}: torch cannot export this model to ONNX: {_reason(error)}") from error
     session = Session(path)
-    for call in (few, more):
+    for call in (smaller, larger):
         difference = _difference(session, call)
         if not difference <= _OWN_TOLERANCE:  # or it is not a number
             path.unlink()
             raise Mistake(f"{name}: in ONNX Runtime the outputs of this model differ by {difference:.2g}; not exported")
-    pairs = (session.inputs, few.given, more.given), (session.outputs, few.returned.values(), more.returned.values())
+    pairs = (
+        (session.inputs, smaller.given, larger.given),
+        (session.outputs, smaller.returned.values(), larger.returned.values()),
+    )
     inputs, outputs = (
         tuple(
-            replace(value, shape=_sizes(one, other, few, more))
-            for value, one, other in zip(values, ones, others, strict=True)
+            replace(value, shape=_sizes(small, large, smaller, larger))
+            for value, small, large in zip(values, few_tensors, more_tensors, strict=True)
         )
-        for values, ones, others in pairs
+        for values, few_tensors, more_tensors in pairs
     )
     return OwnGraph(inputs, outputs)
 
@@ -284,7 +289,7 @@ def _call(recipe: Recipe, model: nn.Module, ids: Ids) -> _Call:
     calls: list[_Call] = []
 
     def keep(_: nn.Module, arguments: tuple[Any, ...], keywords: dict[str, Any], output: Any) -> None:
-        returned = {_name(keystr(path)): one for path, one in tree_flatten_with_path(output)[0]}
+        returned = {_name(keystr(path)): tensor for path, tensor in tree_flatten_with_path(output)[0]}
         calls.append(_Call(len(ids), arguments, keywords, returned))
 
     handle = model.register_forward_hook(keep, with_kwargs=True)
@@ -295,9 +300,11 @@ def _call(recipe: Recipe, model: nn.Module, ids: Ids) -> _Call:
         handle.remove()
     if not calls:
         raise Mistake(f"{recipe.job.recipe}: its loss does not call the model itself, so there is nothing to export")
-    for one in calls[0].returned.values():
-        if not isinstance(one, torch.Tensor):
-            raise Mistake(f"{recipe.job.recipe}: its model returns {type(one).__name__}; only tensors can be exported")
+    for tensor in calls[0].returned.values():
+        if not isinstance(tensor, torch.Tensor):
+            raise Mistake(
+                f"{recipe.job.recipe}: its model returns {type(tensor).__name__}; only tensors can be exported"
+            )
     return calls[0]
 
 
@@ -307,39 +314,43 @@ def _name(path: str) -> str:
     return name if name[:1].isalpha() else f"output_{name}".rstrip("_")
 
 
-def _free_sizes(few: _Call, more: _Call, model: nn.Module) -> dict[str, Any]:
+def _free_sizes(smaller: _Call, larger: _Call, model: nn.Module) -> dict[str, Any]:
     """Return which dimensions of each argument are free, as torch.export wants them."""
     import torch
     from torch.export import Dim
     from torch.utils._pytree import tree_map
 
-    def free(one: Any, other: Any) -> Any:
-        if not isinstance(one, torch.Tensor):
+    def free(small: Any, large: Any) -> Any:
+        if not isinstance(small, torch.Tensor):
             return None
-        return {place: Dim.DYNAMIC for place, size in enumerate(_sizes(one, other, few, more)) if isinstance(size, str)}
+        return {
+            place: Dim.DYNAMIC
+            for place, size in enumerate(_sizes(small, large, smaller, larger))
+            if isinstance(size, str)
+        }
 
     names = inspect.signature(model.forward)
-    one, other = (names.bind(*call.arguments, **call.keywords).arguments for call in (few, more))
-    return {name: tree_map(free, value, other[name]) for name, value in one.items()}
+    small, large = (names.bind(*call.arguments, **call.keywords).arguments for call in (smaller, larger))
+    return {name: tree_map(free, value, large[name]) for name, value in small.items()}
 
 
-def _sizes(one: Tensor, other: Tensor, few: _Call, more: _Call) -> tuple[int | str, ...]:
+def _sizes(small: Tensor, large: Tensor, smaller: _Call, larger: _Call) -> tuple[int | str, ...]:
     """Return the shape that a tensor has in two calls, with words for the sizes that differ."""
 
     def size(place: int, sizes: tuple[int, int]) -> int | str:
         if sizes[0] == sizes[1]:
             return sizes[0]
-        return "batch" if place == 0 and sizes == (few.samples, more.samples) else "any"
+        return "batch" if place == 0 and sizes == (smaller.samples, larger.samples) else "any"
 
-    return tuple(size(place, sizes) for place, sizes in enumerate(zip(one.shape, other.shape, strict=True)))
+    return tuple(size(place, sizes) for place, sizes in enumerate(zip(small.shape, large.shape, strict=True)))
 
 
 def _difference(session: Session, call: _Call) -> float:
     """Return the largest difference between what torch returned and what ONNX Runtime does."""
-    inputs = {value.name: one.numpy() for value, one in zip(session.inputs, call.given, strict=True)}
-    found = session([value.name for value in session.outputs], inputs)
-    pairs = zip(found, call.returned.values(), strict=True)
-    return max(float(np.abs(one - other.numpy()).max(initial=0.0)) for one, other in pairs)
+    inputs = {value.name: tensor.numpy() for value, tensor in zip(session.inputs, call.given, strict=True)}
+    computed = session([value.name for value in session.outputs], inputs)
+    pairs = zip(computed, call.returned.values(), strict=True)
+    return max(float(np.abs(output - expected.numpy()).max(initial=0.0)) for output, expected in pairs)
 
 
 def _reason(error: BaseException) -> str:
@@ -347,8 +358,8 @@ def _reason(error: BaseException) -> str:
     while error.__cause__ is not None:
         error = error.__cause__
     text = harmless(str(error), keep="\n").strip()
-    first, _, rest = text.partition("\n")
-    reason = f"{first} {rest.strip().partition(chr(10))[0]}" if first.endswith(":") else first
+    first, _, following = text.partition("\n")
+    reason = f"{first} {following.strip().partition(chr(10))[0]}" if first.endswith(":") else first
     places = re.findall(r'File "([^"]+)", line (\d+)', text)
     where = f" ({Path(places[-1][0]).name}:{places[-1][1]})" if places else ""
     return f"{type(error).__name__}: {reason}{where}"

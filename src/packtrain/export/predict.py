@@ -54,10 +54,10 @@ class DecodeOptions:
         return {name: value for name, value in vars(self).items() if value is not None}
 
     def applied_to(self, decoding: Decoding) -> Decoding:
-        given = self.given
+        chosen = self.given
         if self.temperature is not None:
-            given.setdefault("nucleus", 1.0)  # a temperature alone means sampling from all tokens
-        return replace(decoding, **given)
+            chosen.setdefault("nucleus", 1.0)  # a temperature alone means sampling from all tokens
+        return replace(decoding, **chosen)
 
 
 class Predicted(NamedTuple):
@@ -94,23 +94,26 @@ class Predictor:
         is_text = self.recipe.inputs == "texts"
         remaining = iter(inputs)
         for turn in count():
-            part = list(islice(remaining, _TEXTS_AT_ONCE if is_text else _IMAGES_AT_ONCE))
-            if not part:
+            texts = list(islice(remaining, _TEXTS_AT_ONCE if is_text else _IMAGES_AT_ONCE))
+            if not texts:
                 return
             first = 1 + turn * (_TEXTS_AT_ONCE if is_text else _IMAGES_AT_ONCE)
-            self.check(part, first)
-            numbered = enumerate(self._read(part, skip), first)
-            rows = [(number, given, read) for number, (given, read) in numbered if read is not None]
+            self.check(texts, first)
+            numbered = enumerate(self._read(texts, skip), first)
+            rows = [(number, text, read) for number, (text, read) in numbered if read is not None]
             # What is sampled depends on the number of a text among those at once: the next ones need another seed.
-            now = replace(decoding, seed=decoding.seed + (turn << 32))
-            with _numbered_from(first, len(part)):
-                found = self.recipe.predict(self.model, [read for _, _, read in rows], now)
-            yield [Predicted(number, given, one) for (number, given, _), one in zip(rows, found, strict=True)]
+            turn_decoding = replace(decoding, seed=decoding.seed + (turn << 32))
+            with _numbered_from(first, len(texts)):
+                predictions = self.recipe.predict(self.model, [read for _, _, read in rows], turn_decoding)
+            yield [
+                Predicted(number, text, prediction)
+                for (number, text, _), prediction in zip(rows, predictions, strict=True)
+            ]
 
-    def _read(self, part: Sequence[str], skip: Callable[[str], None] | None) -> Sequence[tuple[str, Any]]:
+    def _read(self, inputs: Sequence[str], skip: Callable[[str], None] | None) -> Sequence[tuple[str, Any]]:
         """Return each input with what the recipe gets for it; None for an image that is skipped."""
         if skip is None or not isinstance(self.recipe, ImageRecipe):
-            return [(one, one) for one in part]
+            return [(text, text) for text in inputs]
 
         def read(path: str) -> Tiled | Mistake:
             try:
@@ -118,19 +121,19 @@ class Predictor:
             except Mistake as fault:
                 return fault
 
-        recipe, found = self.recipe, []
-        for path, image in zip(part, in_threads(read, part, num_threads()), strict=True):
+        recipe, inputs_read = self.recipe, []
+        for path, image in zip(inputs, in_threads(read, inputs, num_threads()), strict=True):
             if isinstance(image, Mistake):
                 skip(str(image))
-            found.append((path, None if isinstance(image, Mistake) else image))
-        return found
+            inputs_read.append((path, None if isinstance(image, Mistake) else image))
+        return inputs_read
 
     def check(self, inputs: Iterable[str], first: int = 1) -> None:
         """Raise Mistake if an input is invalid for any recipe; `first` is the number of the first one."""
-        for number, one in enumerate(inputs, first):
+        for number, text in enumerate(inputs, first):
             if self.recipe.inputs == "texts":
-                _check_text(one, f"input {number}")
-            elif not one.strip():
+                _check_text(text, f"input {number}")
+            elif not text.strip():
                 raise Mistake(f"input {number} is empty; give the path of an image")
 
     def converse(self, turns: Sequence[str], options: DecodeOptions) -> Prediction:
@@ -174,12 +177,12 @@ def _numbered_from(first: int, count: int) -> Iterator[None]:
         raise Mistake(f"input {first + mistake.index} {mistake.fault}") from None
 
 
-def _check_text(text: str, what: str) -> None:
+def _check_text(text: str, name: str) -> None:
     if len(text) >= MAX_CHARACTERS:
-        raise Mistake(f"{what} has {MAX_CHARACTERS:,} characters or more; shorten it: {text[:40]!r}...")
+        raise Mistake(f"{name} has {MAX_CHARACTERS:,} characters or more; shorten it: {text[:40]!r}...")
     # Python decodes invalid bytes of an argument or a line as lone surrogates.
     if not is_text(text):
-        raise Mistake(f"{what} is not valid UTF-8; convert it first")
+        raise Mistake(f"{name} is not valid UTF-8; convert it first")
 
 
 def _warn(text: str) -> None:
@@ -278,15 +281,15 @@ def check_origin(run: Run, checkpoint: Checkpoint, directory: Path) -> None:
     """Refuse a checkpoint copied from a run with another recipe, model or vocabulary."""
     from packtrain.train.state import read_description
 
-    found, job = read_description(directory), run.job
+    description, job = read_description(directory), run.job
     traits = {
-        "recipe": (found.recipe, job.recipe),
-        "model": (found.model, {"size": job.model.size, **job.model.options}),
-        "data": (found.pack, run.pack_name()),
+        "recipe": (description.recipe, job.recipe),
+        "model": (description.model, {"size": job.model.size, **job.model.options}),
+        "data": (description.pack, run.pack_name()),
     }
-    for trait, (its, own) in traits.items():
-        if its != own:
+    for trait, (its, expected) in traits.items():
+        if its != expected:
             raise Mistake(
                 f"checkpoint {checkpoint.name} belongs to another run: its {trait} is {quoted(str(its))}, that of"
-                f" {run.name} is {quoted(str(own))}"
+                f" {run.name} is {quoted(str(expected))}"
             )

@@ -16,6 +16,7 @@ from statistics import median
 from typing import Literal
 
 from packtrain.errors import Mistake, nearest
+from packtrain.job.kinds import FleetKind
 from packtrain.recipes.recipe import Family
 from packtrain.system import usable_cores
 
@@ -55,9 +56,9 @@ class Device:
         if self.kind == "cpu":
             return _CPU_SHARE
         runs = self._published(half, family)
-        own = [run.share for run in runs if run.device.name == self.name]
+        measured = [run.share for run in runs if run.device.name == self.name]
         similar = [run.share for run in runs if run.device.has_tf32 == self.has_tf32]
-        return median(own or similar or [run.share for run in runs])
+        return median(measured or similar or [run.share for run in runs])
 
     def _published(self, half: bool, family: Family) -> list[PublishedRun]:
         """Return the runs of all GPUs in this precision; nobody has published all families in both."""
@@ -296,6 +297,13 @@ def ibm_hardware(flavor: str, mbps: int | None) -> Hardware | None:
     return Hardware(replace(GPUS[gpu], nvlink=0.0), max(1, cores // _VCPUS_PER_GPU), cores, gib * _GIB, link)
 
 
+def rented_hardware(kind: FleetKind) -> Hardware | None:
+    """Return the first type of machine that a fleet may rent and that the tables have; None if there is none."""
+    mbps = getattr(kind, "network_mbps", None)
+    types = (name.partition(" in ")[0] for name in kind.hourly_prices())  # as in `g5.xlarge in us-east-1`
+    return next(filter(None, (aws_hardware(name) or ibm_hardware(name, mbps) for name in types)), None)
+
+
 # Devices by name, and this machine.
 
 
@@ -304,7 +312,7 @@ def gpu_named(text: str) -> Device | None:
     words = re.sub(r"[^a-z0-9]+", " ", text.lower()).split()
     joined = f" {' '.join(words)} "
     for key, device in GPUS.items():
-        if all(f" {part} " in joined for part in key.split("-")):
+        if all(f" {word} " in joined for word in key.split("-")):
             return device
     return None
 
@@ -324,9 +332,9 @@ def this_machine(root: Path = Path("/proc")) -> Hardware:
     # Collectives of one machine go through loopback; measured here, gloo moves 1 to 2 GB/s.
     link = Link(1.5e9, 0.0001, "loopback, assumed")
     names = [_text(path / "information") for path in sorted((root / "driver/nvidia/gpus").glob("*"))]
-    found = [gpu_named(name) for name in names]
-    if found and found[0] is not None:
-        return Hardware(found[0], len(found), usable_cores(), memory_bytes, link)
+    gpus = [gpu_named(name) for name in names]
+    if gpus and gpus[0] is not None:
+        return Hardware(gpus[0], len(gpus), usable_cores(), memory_bytes, link)
     return Hardware(_core(info), 0, usable_cores(), memory_bytes, link)
 
 

@@ -201,14 +201,14 @@ def goal_of(job: Job, work: Workload) -> Goal:
         settings = job.train.in_epoch(epoch)
         batch = settings.batch.value / first.batch.value
         in_epoch = work.steps_per_epoch / batch
-        left = 1.0
+        remaining = 1.0
         if duration.unit != "seconds":
-            left = duration.value - epochs if duration.unit == "epochs" else (duration.value - total) / in_epoch
-        part = left if epoch == _MOST_EPOCHS - 1 else min(1.0, left)
+            remaining = duration.value - epochs if duration.unit == "epochs" else (duration.value - total) / in_epoch
+        share = remaining if epoch == _MOST_EPOCHS - 1 else min(1.0, remaining)
         kind = (batch, batch * (settings.size / first.size) ** 2)
-        steps_of[kind] = steps_of.get(kind, 0.0) + part * in_epoch
-        epochs, total = epochs + part, total + part * in_epoch
-        if part == left:
+        steps_of[kind] = steps_of.get(kind, 0.0) + share * in_epoch
+        epochs, total = epochs + share, total + share * in_epoch
+        if share == remaining:
             break
     mean_steps = total / epochs  # of an epoch
     steps = None if duration.unit == "seconds" else int(duration.value)
@@ -311,9 +311,9 @@ def _exposed(work: Workload, speed: Speed, compute: float, sent: float, link: Li
     if ranks < 2:
         return 0.0
     tail, rate = _tail(work, sent), link.bytes_per_second
-    rest = max(0.0, (sent - tail) / rate - _hidden(work, speed, compute))
+    unhidden = max(0.0, (sent - tail) / rate - _hidden(work, speed, compute))
     messages = max(1.0, work.exchange_bytes / _BUCKET_BYTES) / work.exchange_every
-    return tail / rate + rest + 2 * link.latency_seconds * (1 + messages)
+    return tail / rate + unhidden + 2 * link.latency_seconds * (1 + messages)
 
 
 def _needed(work: Workload, speed: Speed, compute: float, sent: float) -> float:
@@ -350,17 +350,21 @@ def _most_memory(work: Workload, goal: Goal, speed: Speed, ranks: int) -> int:
 def _whole_run(work: Workload, goal: Goal, speed: Speed, ranks: int, step: float) -> tuple[int, float, float]:
     """Return the steps, the seconds of all evaluations, and those of the run."""
     decoded = min(goal.decoded, work.valid_samples)
-    one = (work.valid_samples * speed.score_seconds + decoded * speed.decode_seconds) / ranks
+    evaluation_seconds = (work.valid_samples * speed.score_seconds + decoded * speed.decode_seconds) / ranks
     last = (work.test_samples * (speed.score_seconds + speed.decode_seconds)) / ranks
     if not work.test_samples:  # then the rest of the validation split is decoded
         last = (work.valid_samples - decoded) * speed.decode_seconds / ranks
-    per_step = one / goal.evaluate_steps if goal.evaluate_steps else 0.0
+    per_step = evaluation_seconds / goal.evaluate_steps if goal.evaluate_steps else 0.0
     if goal.steps is None:
         assert goal.seconds is not None
         steps = max(1, int(goal.seconds / (step + per_step)))
-        return steps, steps * per_step + one + last, START_SECONDS + goal.seconds + one + last
+        return (
+            steps,
+            steps * per_step + evaluation_seconds + last,
+            START_SECONDS + goal.seconds + evaluation_seconds + last,
+        )
     times = 1 if goal.evaluate_steps is None else max(1, math.ceil(goal.steps / goal.evaluate_steps - 1e-9))
-    evaluation = times * one + last
+    evaluation = times * evaluation_seconds + last
     return goal.steps, evaluation, START_SECONDS + goal.steps * step + evaluation
 
 
@@ -372,9 +376,11 @@ def _in_budget(goal: Goal, seconds: float, dollars: float | None) -> bool:
 
 def with_efficiency(estimates: Sequence[Estimate]) -> list[Estimate]:
     """Return the estimates in the order of machines, each compared with the first."""
-    ordered = sorted(estimates, key=lambda one: one.machines)
+    ordered = sorted(estimates, key=lambda estimated: estimated.machines)
     base = ordered[0].units_per_second / ordered[0].workers
-    return [replace(one, efficiency=one.units_per_second / one.workers / base) for one in ordered]
+    return [
+        replace(estimated, efficiency=estimated.units_per_second / estimated.workers / base) for estimated in ordered
+    ]
 
 
 @dataclass(frozen=True)
@@ -387,40 +393,43 @@ class Advice:
 
 def choose(estimates: Sequence[Estimate]) -> Advice:
     """Return the cheapest and the fastest that fit and meet the budget; without a price, machine hours count."""
-    able = [one for one in estimates if one.fits and one.in_budget]
+    able = [candidate for candidate in estimates if candidate.fits and candidate.in_budget]
     if not able:
         return Advice(None, None)
 
-    def cost(one: Estimate) -> float:
-        return one.seconds * one.machines if one.dollars is None else one.dollars
+    def cost(candidate: Estimate) -> float:
+        return candidate.seconds * candidate.machines if candidate.dollars is None else candidate.dollars
 
     # A tie goes to fewer machines: for a duration in time, they all take equally long.
-    cheapest = min(able, key=lambda one: (round(cost(one), 6), one.machines))
-    fastest = min(able, key=lambda one: (round(one.seconds, 3), -one.units_per_second, one.machines))
+    cheapest = min(able, key=lambda candidate: (round(cost(candidate), 6), candidate.machines))
+    fastest = min(
+        able, key=lambda candidate: (round(candidate.seconds, 3), -candidate.units_per_second, candidate.machines)
+    )
     return Advice(cheapest.machines, fastest.machines)
 
 
 # What a run stores and says.
 
 
-def forecast_of(work: Workload, one: Estimate, duration: Duration) -> Forecast:
+def forecast_of(work: Workload, planned: Estimate, duration: Duration) -> Forecast:
     """Return what a run of this estimate remembers of it."""
     return Forecast(
-        one.source[:200], one.limit, one.workers, one.steps, one.step_seconds, one.units_per_second, one.seconds,
-        one.dollars, one.memory_bytes, work.parameters, int(one.sent_bytes), work.checkpoint_bytes, str(duration),
+        planned.source[:200], planned.limit, planned.workers, planned.steps, planned.step_seconds,
+        planned.units_per_second, planned.seconds, planned.dollars, planned.memory_bytes, work.parameters,
+        int(planned.sent_bytes), work.checkpoint_bytes, str(duration),
     )  # fmt: skip
 
 
-def lines_of(found: Forecast, job: Job) -> list[str]:
+def lines_of(forecast: Forecast, job: Job) -> list[str]:
     """Return the three lines that a person reads before a run starts."""
-    cost = "" if found.dollars is None else f", {show_dollars(found.dollars)}"
-    sent = f"; {show_bytes(found.gradient_bytes)} of gradients sent per step" if found.gradient_bytes else ""
+    cost = "" if forecast.dollars is None else f", {show_dollars(forecast.dollars)}"
+    sent = f"; {show_bytes(forecast.gradient_bytes)} of gradients sent per step" if forecast.gradient_bytes else ""
     return [
-        f"about {show_seconds(found.seconds)} for {found.steps:,} steps{cost} ({found.source})",
-        f"{show_step(found.step_seconds)} per step, {show_speed(found.units_per_second)} {job.train.batch.unit}/s,"
-        f" limited by {found.limit}{sent}",
-        f"{show_parameters(found.parameters)}, {show_bytes(found.memory_bytes)} of memory per worker,"
-        f" checkpoints of {show_bytes(found.checkpoint_bytes)} {show_saves(job)}",
+        f"about {show_seconds(forecast.seconds)} for {forecast.steps:,} steps{cost} ({forecast.source})",
+        f"{show_step(forecast.step_seconds)} per step, {show_speed(forecast.units_per_second)}"
+        f" {job.train.batch.unit}/s, limited by {forecast.limit}{sent}",
+        f"{show_parameters(forecast.parameters)}, {show_bytes(forecast.memory_bytes)} of memory per worker,"
+        f" checkpoints of {show_bytes(forecast.checkpoint_bytes)} {show_saves(job)}",
     ]
 
 

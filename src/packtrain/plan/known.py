@@ -19,7 +19,7 @@ from packtrain.job.job import Job
 from packtrain.job.kinds import FLEETS, word_of
 from packtrain.observe.history import read_recent, step_seconds, steps_in, throughput
 from packtrain.pack.manifest import Manifest
-from packtrain.plan.devices import Hardware, Link, aws_hardware, ibm_hardware, this_machine
+from packtrain.plan.devices import Hardware, Link, rented_hardware, this_machine
 from packtrain.plan.estimate import (
     Layout,
     Speed,
@@ -52,12 +52,12 @@ class KnownSpeeds:
     speeds: Many[tuple[Layout, Speed]]
 
 
-def remember_speeds(job: Job, pack: str, found: KnownSpeeds) -> None:
+def remember_speeds(job: Job, pack: str, speeds: KnownSpeeds) -> None:
     """Keep the outcome of a plan on this machine, for runs of the same job. A cache that is full forgets it."""
     with suppress(OSError, Mistake):
         path = _path(job, pack)
         path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
-        path.write_bytes(encode(found))
+        path.write_bytes(encode(speeds))
 
 
 def remembered_speeds(job: Job, pack: str) -> KnownSpeeds | None:
@@ -69,13 +69,10 @@ def remembered_speeds(job: Job, pack: str) -> KnownSpeeds | None:
 
 
 def _path(job: Job, pack: str) -> Path:
-    return cache_directory() / "plans" / f"{_digest(job, pack)}.json"
-
-
-def _digest(job: Job, pack: str) -> str:
-    """Return a digest of everything that the time of a step depends on, except for the number of machines."""
+    """Return where a plan is kept: by a digest of all that the time of a step depends on but the number of machines."""
     document = [_FORMAT, socket.gethostname(), pack, *_work_of(job)]
-    return hashlib.sha256(json.dumps(document, sort_keys=True, default=str).encode()).hexdigest()[:24]
+    digest = hashlib.sha256(json.dumps(document, sort_keys=True, default=str).encode()).hexdigest()[:24]
+    return cache_directory() / "plans" / f"{digest}.json"
 
 
 def _work_of(job: Job) -> list[object]:
@@ -99,17 +96,17 @@ def expected(run: Run, manifest: Manifest, earlier: bool = True) -> Forecast | N
     job = run.job
     if job.recipe is None:
         return None
-    known = remembered_speeds(job, manifest.name) or _by_arithmetic(job, manifest)
-    if known is None:
+    speeds = remembered_speeds(job, manifest.name) or _by_arithmetic(job, manifest)
+    if speeds is None:
         return None
-    machines, goal = job.fleet.kind.machines.most, goal_of(job, known.workload)
-    layout, speed = min(known.speeds, key=lambda one: abs(one[0].machines - machines))
+    machines, goal = job.fleet.kind.machines.most, goal_of(job, speeds.workload)
+    layout, speed = min(speeds.speeds, key=lambda measured: abs(measured[0].machines - machines))
     if layout.machines != machines:
         layout, speed = replace(layout, machines=machines), replace(speed, exchange_seconds=None, memory_bytes=None)
-    estimated = estimate(known.workload, goal, speed, layout, known.link)
-    found = forecast_of(known.workload, estimated, job.train.duration)
+    estimated = estimate(speeds.workload, goal, speed, layout, speeds.link)
+    forecast = forecast_of(speeds.workload, estimated, job.train.duration)
     before = _earlier(run) if earlier else None
-    return found if before is None else _like(found, before)
+    return forecast if before is None else _like(forecast, before)
 
 
 def _by_arithmetic(job: Job, manifest: Manifest) -> KnownSpeeds | None:
@@ -127,15 +124,13 @@ def _by_arithmetic(job: Job, manifest: Manifest) -> KnownSpeeds | None:
 
 
 def _hardware(job: Job) -> tuple[Hardware, str]:
-    here = this_machine()
+    local = this_machine()
     if fleet_of(job.fleet.kind).trains_here:
-        return here, f"peak of {here.device.name}"
-    mbps = getattr(job.fleet.kind, "network_mbps", None)
-    for name in (text.partition(" in ")[0] for text in job.fleet.kind.hourly_prices()):
-        found = aws_hardware(name) or ibm_hardware(name, mbps)
-        if found is not None:
-            return found, f"table of devices: {found.device.name}"
-    return here, "as if its machines were like this one"
+        return local, f"peak of {local.device.name}"
+    hardware = rented_hardware(job.fleet.kind)
+    if hardware is not None:
+        return hardware, f"table of devices: {hardware.device.name}"
+    return local, "as if its machines were like this one"
 
 
 @dataclass(frozen=True)
@@ -150,31 +145,31 @@ def _earlier(run: Run) -> _EarlierRun | None:
     stem, _, number = run.name.rpartition("-")
     for before in range(int(number) - 1, max(0, int(number) - 1 - _LOOKED_AT), -1):
         with suppress(PacktrainError, ValueError):
-            other = Run(run.store, f"{stem}-{before}")
-            if not _is_same_work(run, other):
+            candidate = Run(run.store, f"{stem}-{before}")
+            if not _is_same_work(run, candidate):
                 continue
-            steps = steps_in(read_recent(other, _RECENT_STEPS, False), "train")
+            steps = steps_in(read_recent(candidate, _RECENT_STEPS, False), "train")
             speed = throughput(steps, run.job.train.batch.unit)
             if len(steps) >= _ENOUGH_STEPS and speed is not None:
-                return _EarlierRun(other.name, fmean(map(step_seconds, steps)), speed)
+                return _EarlierRun(candidate.name, fmean(map(step_seconds, steps)), speed)
     return None
 
 
-def _is_same_work(run: Run, other: Run) -> bool:
+def _is_same_work(run: Run, earlier: Run) -> bool:
     return (
-        _work_of(other.job) == _work_of(run.job)
-        and other.job.fleet.kind.machines == run.job.fleet.kind.machines
-        and other.pack_name() == run.pack_name()
+        _work_of(earlier.job) == _work_of(run.job)
+        and earlier.job.fleet.kind.machines == run.job.fleet.kind.machines
+        and earlier.pack_name() == run.pack_name()
     )
 
 
-def _like(found: Forecast, before: _EarlierRun) -> Forecast:
+def _like(forecast: Forecast, before: _EarlierRun) -> Forecast:
     """Return the forecast with the pace of an earlier run; evaluations take as long as they were expected to."""
-    between = found.seconds - found.steps * found.step_seconds
-    seconds = max(0.0, between) + found.steps * before.step_seconds
-    dollars = None if found.dollars is None else found.dollars * seconds / found.seconds
+    between = forecast.seconds - forecast.steps * forecast.step_seconds
+    seconds = max(0.0, between) + forecast.steps * before.step_seconds
+    dollars = None if forecast.dollars is None else forecast.dollars * seconds / forecast.seconds
     return replace(
-        found,
+        forecast,
         source=f"as in {before.name}",
         step_seconds=before.step_seconds,
         units_per_second=before.units_per_second,

@@ -29,7 +29,7 @@ from packtrain.job.part import is_address
 from packtrain.pack.archive import split_member
 from packtrain.pack.build import common_kind, digest, settings_of, splits_of
 from packtrain.pack.manifest import Manifest, find_manifest, missing_files
-from packtrain.plan.devices import Hardware, Link, aws_hardware, device_named, ibm_hardware, this_machine
+from packtrain.plan.devices import Hardware, Link, device_named, rented_hardware, this_machine
 from packtrain.plan.estimate import (
     Advice,
     Estimate,
@@ -99,8 +99,8 @@ def make_plan(loaded: LoadedJob, request: PlanRequest, say: Say) -> Plan:
     """Plan the job of a file. `say` gets a line for each thing that takes a while."""
     job = loaded.job
     if job.recipe is None:
-        what = "a program" if job.program is not None else "only data"
-        raise loaded.mistake("program" if job.program else "recipe", f"plan needs a recipe; this job has {what}")
+        without = "a program" if job.program is not None else "only data"
+        raise loaded.mistake("program" if job.program else "recipe", f"plan needs a recipe; this job has {without}")
     if request.length is not None and recipe_class(job.recipe, loaded.code).unit != "tokens":
         raise Mistake("--length is the mean length of a target text; the samples of this job are images")
     hardware, in_table, notes = _hardware(job, request)
@@ -114,21 +114,23 @@ def make_plan(loaded: LoadedJob, request: PlanRequest, say: Say) -> Plan:
         unit = recipe_class(job.recipe, loaded.code).unit
         work = workload_of(job.train, unit, model, data, hardware.gpus > 0)
         speeds = _Speeds(loaded, request, recipe, store, hardware, work, say)
-        found = speeds.find(_counts(job, request), in_table)
+        measured = speeds.find(_counts(job, request), in_table)
     goal = goal_of(job, work)
-    estimates = with_efficiency([estimate(work, goal, speed, layout, found.link) for layout, speed in found.speeds])
+    estimates = with_efficiency(
+        [estimate(work, goal, speed, layout, measured.link) for layout, speed in measured.speeds]
+    )
     if unseen is not None:
         notes = [*notes, *unseen.notes]
     elif not data.exact:
         notes = [*notes, "the data is not packed: its size is estimated from its first samples"]
     elif request.device is None and request.link is None:  # else it is about machines that the job does not name
         assert recipe is not None
-        remember_speeds(job, recipe.pack.name, KnownSpeeds(work, found.link, tuple(found.speeds)))
+        remember_speeds(job, recipe.pack.name, KnownSpeeds(work, measured.link, tuple(measured.speeds)))
     if job.train.scale_rate is not None:
         notes = [*notes, job.train.scale_rate.in_words(job.train.batch)]
     return Plan(
         job.name, job.recipe, job.model.size, recipe.pack.name if recipe is not None and data.exact else None, work,
-        goal, show_saves(job), found.source, found.link, (*notes, *found.notes), tuple(estimates),
+        goal, show_saves(job), measured.source, measured.link, (*notes, *measured.notes), tuple(estimates),
         choose(estimates),
     )  # fmt: skip
 
@@ -232,8 +234,8 @@ def _pack_name(job: Job, store: Store) -> str | None:
     if not any(is_address(path) for source in sources for path in source.paths):
         return f"{job.name}-{digest(settings_of(job.data, common_kind(splits_of(job.data))))}"
     # The name depends on what is behind the addresses, which is not downloaded for a plan.
-    made = [name for name in store.folders("packs/") if re.fullmatch(rf"{re.escape(job.name)}-[0-9a-f]{{12}}", name)]
-    return made[0] if len(made) == 1 else None
+    packed = [name for name in store.folders("packs/") if re.fullmatch(rf"{re.escape(job.name)}-[0-9a-f]{{12}}", name)]
+    return packed[0] if len(packed) == 1 else None
 
 
 # How fast the machines are.
@@ -241,24 +243,23 @@ def _pack_name(job: Job, store: Store) -> str | None:
 
 def _hardware(job: Job, request: PlanRequest) -> tuple[Hardware, bool, list[str]]:
     """Return the type of machine that is planned with, True if the table knows it, and what is assumed about it."""
-    here, fleet = this_machine(), fleet_of(job.fleet.kind)
+    local, fleet = this_machine(), fleet_of(job.fleet.kind)
     link = None if request.link is None else Link(request.link, _ETHERNET.latency_seconds, "--link")
     if request.device is not None:
         device = device_named(request.device)
-        return Hardware(device, job.fleet.workers or 1, here.cores, 0, link or _ETHERNET), True, []
+        return Hardware(device, job.fleet.workers or 1, local.cores, 0, link or _ETHERNET), True, []
     if fleet.trains_here:
-        return here if link is None else replace(here, link=link), False, []
-    # A type is named as in `g5.xlarge in us-east-1`.
-    types = [name.partition(" in ")[0] for name in job.fleet.kind.hourly_prices()]
-    mbps = getattr(job.fleet.kind, "network_mbps", None)
-    for found in filter(None, (aws_hardware(name) or ibm_hardware(name, mbps) for name in types)):
-        return found if link is None else replace(found, link=link), True, []
+        return local if link is None else replace(local, link=link), False, []
+    hardware = rented_hardware(job.fleet.kind)
+    if hardware is not None:
+        return hardware if link is None else replace(hardware, link=link), True, []
     link = link or _ETHERNET
     if request.probe:
-        return replace(here, link=link), False, []
+        return replace(local, link=link), False, []
+    types = [name.partition(" in ")[0] for name in job.fleet.kind.hourly_prices()]
     rented = f"{types[0]} is not in the table of devices" if types else "its machines are not known"
     assumed = f"{rented}: assumed to be like this one; measure with --probe, or set --device"
-    return replace(here, link=link), False, [assumed]
+    return replace(local, link=link), False, [assumed]
 
 
 def _counts(job: Job, request: PlanRequest) -> list[int]:
@@ -266,11 +267,11 @@ def _counts(job: Job, request: PlanRequest) -> list[int]:
     if request.machines:
         return sorted(set(request.machines))
     kind = job.fleet.kind
-    asked = {kind.machines.least, kind.machines.most}
+    bounds = {kind.machines.least, kind.machines.most}
     if fleet_of(kind).trains_here:
-        return sorted({1, *asked})
+        return sorted({1, *bounds})
     # A list of hosts ends where it ends; of what can be rented or queued for, more is possible.
-    return sorted(asked | {count for count in _DEFAULT_MACHINES if count <= max(asked) or not hasattr(kind, "hosts")})
+    return sorted(bounds | {count for count in _DEFAULT_MACHINES if count <= max(bounds) or not hasattr(kind, "hosts")})
 
 
 @dataclass(frozen=True)
@@ -304,7 +305,7 @@ class _Speeds:
             return self._from_table(counts)
         if self._recipe is None:
             return self._from_table(counts, ["speed not measured: measuring needs the data"])
-        return self._here(counts)
+        return self._on_this_machine(counts)
 
     def _workers(self, gpus: int) -> int:
         return self._job.fleet.workers or max(1, gpus)
@@ -323,18 +324,18 @@ class _Speeds:
         """Return a note if several machines of the plan are this one."""
         if max(counts) == 1 or not self._fleet.trains_here or self._request.device is not None:
             return []
-        what = "GPUs" if self._hardware.gpus else "cores"
+        shared = "GPUs" if self._hardware.gpus else "cores"
         note = "the local fleet's machines are all this one: they share its"
-        return [f"{note} {what}; for other machines, set fleet or --device"]
+        return [f"{note} {shared}; for other machines, set fleet or --device"]
 
-    def _here(self, counts: Sequence[int]) -> FoundSpeeds:
+    def _on_this_machine(self, counts: Sequence[int]) -> FoundSpeeds:
         """Measure on this machine, which is the fleet's, or stands for one of its machines."""
         workers, cores = self._workers(self._hardware.gpus), self._hardware.cores
-        own, busy = self._fleet.trains_here, os.getloadavg()[0]
+        is_own, busy = self._fleet.trains_here, os.getloadavg()[0]
         notes = [f"this machine is busy (load {busy:.1f}): it may be faster than measured"] if busy > cores / 2 else []
         measured: dict[int, Measured] = {}
         facts = gather("", "")
-        for count in counts if own else [1]:
+        for count in counts if is_own else [1]:
             if measured and count * workers > _MOST_MEASURED * cores:
                 break
             self._say(f"measuring steps with {counted(count * workers, 'worker')} on this machine")
@@ -345,8 +346,8 @@ class _Speeds:
                 if not measured:
                     return self._from_table(counts, [f"could not be measured here: {error}"])
                 break
-        found = [self._nearest(measured, count, own) for count in counts]
-        return FoundSpeeds(found, self._hardware.link, [*notes, *self._sharing(counts)])
+        speeds = [self._nearest(measured, count, is_own) for count in counts]
+        return FoundSpeeds(speeds, self._hardware.link, [*notes, *self._sharing(counts)])
 
     def _on_fleet(self, counts: Sequence[int]) -> FoundSpeeds:
         """Measure on as many machines of the fleet as there are, and the links between them."""
@@ -362,26 +363,28 @@ class _Speeds:
         with ExitStack() as stack:
             key = stack.enter_context(visible_object(store))
             pool = stack.enter_context(ThreadPoolExecutor(32))  # a host that does not answer takes ten seconds
-            for checks, one in pool.map(lambda one: check_target(one, store.url, key, secrets), targets):
-                usable += [one] if one else []
+            for checks, machines in pool.map(lambda target: check_target(target, store.url, key, secrets), targets):
+                usable += [machines] if machines else []
                 notes += [f"{check.machine}: {check.step}: {check.detail}" for check in checks if not check.ok]
             if not usable:
                 raise Mistake(f"--probe: no machine can be used: {notes[0]}")
             link = self._measured_link(usable, store, key, secrets)
-        workers = self._workers(max(machine.gpus for one in usable for machine in one.machines))
+        workers = self._workers(max(machine.gpus for place in usable for machine in place.machines))
         measured: dict[int, Measured] = {}
         for count in counts:
-            chosen = _first(usable, count)
+            # The first targets with exactly so many machines, if there are such.
+            firsts = (usable[:number] for number in range(1, len(usable) + 1))
+            chosen = next((places for places in firsts if sum(len(place.machines) for place in places) == count), None)
             if chosen is not None:
                 self._say(f"measuring steps on {counted(count, 'machine')}")
                 measured[count] = self._probe(chosen, workers, secrets)
         if not measured:
             measured[len(usable)] = self._probe(usable, workers, secrets)
-        found = [self._nearest(measured, count, self._fleet.trains_here) for count in counts]
-        return FoundSpeeds(found, link, notes)
+        speeds = [self._nearest(measured, count, self._fleet.trains_here) for count in counts]
+        return FoundSpeeds(speeds, link, notes)
 
     def _measured_link(self, usable: Sequence[Usable], store: Store, key: str, secrets: dict[str, str]) -> Link:
-        count = sum(len(one.machines) for one in usable)
+        count = sum(len(place.machines) for place in usable)
         if count < 2:
             return self._hardware.link
         self._say(f"measuring the links between {counted(count, 'machine')}")
@@ -405,28 +408,24 @@ class _Speeds:
         `shared`: all of them are this machine, and share its cores.
         """
         where = "this machine" if self._fleet.trains_here or not self._request.probe else "the fleet"
-        near = min(measured, key=lambda one: abs(one - count))
-        found = measured[near]
-        workers = found.ranks // found.machines
-        memory = found.memory_limit_bytes if found.kind == "gpu" or not shared else found.memory_limit_bytes // count
+        near = min(measured, key=lambda machines: abs(machines - count))
+        measurement = measured[near]
+        workers = measurement.ranks // measurement.machines
+        memory = (
+            measurement.memory_limit_bytes
+            if measurement.kind == "gpu" or not shared
+            else measurement.memory_limit_bytes // count
+        )
         layout = Layout(count, workers, memory, shared)
-        speed = found.speed(self._work.exchange_every, where)
+        speed = measurement.speed(self._work.exchange_every, where)
         if near == count:
             return layout, speed
-        slower = count / near if shared and found.kind == "cpu" else 1.0
-        other = replace(
+        slower = count / near if shared and measurement.kind == "cpu" else 1.0
+        scaled = replace(
             speed,
             fixed_seconds=speed.fixed_seconds * slower,
             unit_seconds=speed.unit_seconds * slower,
             exchange_seconds=None,
             memory_bytes=None,
         )
-        return layout, other
-
-
-def _first(usable: Sequence[Usable], count: int) -> Sequence[Usable] | None:
-    """Return the first targets with exactly so many machines; None if there are none."""
-    for number in range(1, len(usable) + 1):
-        if sum(len(one.machines) for one in usable[:number]) == count:
-            return usable[:number]
-    return None
+        return layout, scaled

@@ -109,7 +109,7 @@ def probe(
     secrets: Mapping[str, str], public_address: bool = False,
 ) -> Measured:  # fmt: skip
     """Measure on all of these machines together, with so many workers on each."""
-    machines = sum(len(one.machines) for one in usable)
+    machines = sum(len(place.machines) for place in usable)
     with visible_object(store) as key, ThreadPoolExecutor(len(usable)) as pool:
         store.put(f"{key}-request", encode(request))
         if code is not None:
@@ -118,10 +118,10 @@ def probe(
         options += ["--public-address"] if public_address else []
 
         def join(number: int) -> str:
-            one = usable[number]
-            own = one.target.link_options(number, one.machines[0])
-            command = [one.python, "-P", "-m", "packtrain.plan.probe", *options, *own]
-            return one.target.run(command, dict(secrets), _START_SECONDS + 20 * request.seconds)
+            place = usable[number]
+            link_options = place.target.link_options(number, place.machines[0])
+            command = [place.python, "-P", "-m", "packtrain.plan.probe", *options, *link_options]
+            return place.target.run(command, dict(secrets), _START_SECONDS + 20 * request.seconds)
 
         try:
             # A thread for each: all must run at the same time to meet.
@@ -134,15 +134,15 @@ def probe(
 # On a machine.
 
 
-def main(given: Sequence[str]) -> None:
-    options = _options(given)
+def main(arguments: Sequence[str]) -> None:
+    options = _options(arguments)
     if options.worker is not None:
         _work(options)
         return
     read_secrets()
     threads = max(1, usable_cores() // options.workers)
     environment = {"OMP_NUM_THREADS": str(threads), "OMP_WAIT_POLICY": "PASSIVE", **os.environ}
-    command = [sys.executable, "-P", "-m", "packtrain.plan.probe", *given]
+    command = [sys.executable, "-P", "-m", "packtrain.plan.probe", *arguments]
     with ExitStack() as stack:
         started = [
             stack.enter_context(
@@ -164,7 +164,7 @@ def main(given: Sequence[str]) -> None:
     print(outputs[0][0].decode(), end="")
 
 
-def _options(given: Sequence[str]) -> argparse.Namespace:
+def _options(arguments: Sequence[str]) -> argparse.Namespace:
     parser = argparse.ArgumentParser(prog="packtrain.plan.probe")
     parser.add_argument("--store", required=True)
     parser.add_argument("--key", required=True)
@@ -175,7 +175,7 @@ def _options(given: Sequence[str]) -> argparse.Namespace:
     parser.add_argument("--interface", default=None)
     parser.add_argument("--public-address", action="store_true")
     parser.add_argument("--worker", type=int, default=None)
-    return parser.parse_args(given)
+    return parser.parse_args(arguments)
 
 
 def _work(options: argparse.Namespace) -> None:
@@ -185,8 +185,8 @@ def _work(options: argparse.Namespace) -> None:
     from packtrain.train.worker import in_one_line
 
     store = open_store(options.store)
-    what = "the request of this probe"
-    request = decode(ProbeRequest, store.get(f"{options.key}-request", MAX_RECORD_BYTES), what)
+    origin = "the request of this probe"
+    request = decode(ProbeRequest, store.get(f"{options.key}-request", MAX_RECORD_BYTES), origin)
     job = Job.model_validate_json(request.job)
     assert job.recipe is not None
     code = unpacked(store.get(f"{options.key}-code", _MAX_CODE_BYTES)) if request.has_code else None
@@ -248,13 +248,13 @@ def measure(recipe: Recipe, world: World, machines: int, workers: int, seconds: 
     last = full or small
     memory, limit, kind, device = _memory(world, workers)
     used = [int(text) for text in world.gather(str(memory).encode())]
-    parts = [share(batch, world.rank, world.num_ranks) for batch in order.batches(0)[:_MOST_STEPS]]
-    own = fmean(order.costs[part].sum() for part in parts)
+    batches = order.batches(0)[:_MOST_STEPS]
+    own_units = fmean(order.costs[share(batch, world.rank, world.num_ranks)].sum() for batch in batches)
     exchange, waited = last.mean("communication"), last.mean("data")
-    step = fixed + unit * own + exchange + waited * (own / max(1.0, fmean(last.units)))
+    step = fixed + unit * own_units + exchange + waited * (own_units / max(1.0, fmean(last.units)))
     if waited > _DATA_BOUND * last.mean("wall"):
         # Beside the computing, loading is slower than alone: what counts is how long a whole step had to wait for it.
-        load = max(load, step / max(1.0, own))
+        load = max(load, step / max(1.0, own_units))
     else:
         fixed += waited
     return Measured(
@@ -271,7 +271,7 @@ class _MeasuredSteps:
     units: list[int]
 
     def mean(self, *spans: str) -> float:
-        return fmean(sum(one.get(span, 0.0) for span in spans) for one in self.walls)
+        return fmean(sum(wall.get(span, 0.0) for span in spans) for wall in self.walls)
 
 
 def _steps(engine: Engine, recipe: Recipe, world: World, order: Order, seconds: float) -> _MeasuredSteps:
@@ -283,12 +283,12 @@ def _steps(engine: Engine, recipe: Recipe, world: World, order: Order, seconds: 
     settings = recipe.job.train
     micro = None if settings.micro_batch is None else settings.micro_batch.value
     source = RankBatches(
-        order, lambda *which: pinned(recipe.batch(*which), world.device), Position(), world.rank, world.num_ranks,
+        order, lambda *request: pinned(recipe.batch(*request), world.device), Position(), world.rank, world.num_ranks,
         micro, recipe.prefetch,
         equal_counts=settings.exchange.shards_model,
     )  # fmt: skip
     feed, clock = Feed(Loader(source), world.device, recipe.on_host), engine.clock
-    found = _MeasuredSteps([], [])
+    measured = _MeasuredSteps([], [])
     pending: tuple[dict[str, float], int, StepSync, StepResult] | None = None
     started, began = time.perf_counter(), time.perf_counter()
     clock.take()
@@ -312,43 +312,43 @@ def _steps(engine: Engine, recipe: Recipe, world: World, order: Order, seconds: 
             clock.mark("wait")
             waited = totals.waited(world.rank)
             if number > _WARM_UP_STEPS:  # of the step before
-                now = time.perf_counter()
-                own = {**previous[0], "communication": previous[0].get("communication", 0.0) - waited}
-                own["wait"] = own.get("wait", 0.0) + waited
-                found.walls.append({**own, "wall": now - began})
-                found.units.append(previous[1])
-                began = now
+                ended = time.perf_counter()
+                spans_of_step = {**previous[0], "communication": previous[0].get("communication", 0.0) - waited}
+                spans_of_step["wait"] = spans_of_step.get("wait", 0.0) + waited
+                measured.walls.append({**spans_of_step, "wall": ended - began})
+                measured.units.append(previous[1])
+                began = ended
             if totals.seconds > seconds and number >= _WARM_UP_STEPS + _LEAST_STEPS:
                 break
     finally:
         feed.close()
     if pending is not None:
         pending[2].wait()
-    return found
+    return measured
 
 
 def _line(small: _MeasuredSteps, full: _MeasuredSteps | None) -> tuple[float, float]:
     """Return the seconds of a step that do not depend on its units, and those of each unit."""
-    computing, rest = ("forward", "backward", "wait"), ("optimizer", "other")
+    computing, outside = ("forward", "backward", "wait"), ("optimizer", "other")
     if full is None:
-        return small.mean(*rest), small.mean(*computing) / max(1.0, fmean(small.units))
+        return small.mean(*outside), small.mean(*computing) / max(1.0, fmean(small.units))
     first, last = max(1.0, fmean(small.units)), max(1.0, fmean(full.units))
     at_last = full.mean(*computing)
     # Between the two measurements; noise must make neither of the two parts negative.
     slope = (at_last - small.mean(*computing)) / (last - first) if last > 1.2 * first else at_last / last
     unit = min(at_last / last, max(0.5 * at_last / last, slope))
-    return full.mean(*rest) + at_last - unit * last, unit
+    return full.mean(*outside) + at_last - unit * last, unit
 
 
 def _load_seconds(recipe: Recipe, order: Order, world: World) -> float:
     """Return how long a unit takes to load by itself; the first batch opens files, and is not counted."""
     batches, spent, units = order.batches(0)[:4], 0.0, 0
     for number, batch in enumerate(batches):
-        own = share(batch, world.rank, world.num_ranks)
+        rank_ids = share(batch, world.rank, world.num_ranks)
         began = time.perf_counter()
-        recipe.batch(own, 0)
+        recipe.batch(rank_ids, 0)
         if number or len(batches) == 1:
-            spent, units = spent + time.perf_counter() - began, units + int(order.costs[own].sum())
+            spent, units = spent + time.perf_counter() - began, units + int(order.costs[rank_ids].sum())
     return spent / max(1, units)
 
 
@@ -381,8 +381,8 @@ def _usual_length(recipe: Recipe, ids: Ids) -> float:
     if not isinstance(recipe, PairRecipe):
         return 1.0
     pairs = recipe.pairs["valid"]
-    written, most = pairs.target.lengths[ids].sum(), recipe.max_lengths(pairs.source.lengths[ids]).sum()
-    return min(1.0, float(written) / max(1.0, float(most)))
+    written, longest = pairs.target.lengths[ids].sum(), recipe.max_lengths(pairs.source.lengths[ids]).sum()
+    return min(1.0, float(written) / max(1.0, float(longest)))
 
 
 def _memory(world: World, workers: int) -> tuple[int, int, DeviceKind, str]:
@@ -392,11 +392,11 @@ def _memory(world: World, workers: int) -> tuple[int, int, DeviceKind, str]:
     if world.device.type == "cuda":
         about = torch.cuda.get_device_properties(world.device)
         used, total = torch.cuda.max_memory_reserved(world.device), about.total_memory
-        known = gpu_named(about.name)
-        return used, total, "gpu", known.name if known else about.name
-    here = this_machine()
+        gpu = gpu_named(about.name)
+        return used, total, "gpu", gpu.name if gpu else about.name
+    machine = this_machine()
     used = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
-    return used, here.memory_bytes // workers, "cpu", here.device.name
+    return used, machine.memory_bytes // workers, "cpu", machine.device.name
 
 
 if __name__ == "__main__":

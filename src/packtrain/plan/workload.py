@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from packtrain.data.order import Ids, draws, micro_batches
+from packtrain.data.order import draws, micro_batches
 from packtrain.job.job import Job, TrainSettings
 from packtrain.pack.kind import kind_of
 from packtrain.pack.manifest import Manifest
@@ -193,25 +193,18 @@ def _work(recipe: Recipe, model: nn.Module) -> _Work:
     batches = order.batches(0)
     micro = recipe.job.train.micro_batch
     spaced = batches[:: max(1, len(batches) // _COUNTED_BATCHES)][:_COUNTED_BATCHES]
-    found, units = list[_Work](), 0
+    counted, units = list[_Work](), 0
     for batch in spaced:
-        part = micro_batches(batch, order.costs, None if micro is None else micro.value)[0]
-        arrays = recipe.batch(part, 0)
+        micro_batch = micro_batches(batch, order.costs, None if micro is None else micro.value)[0]
+        arrays = recipe.batch(micro_batch, 0)
         # Most models take everything on the meta device; one that looks at lengths needs its tokens.
-        for keep in ((), _tokens(arrays)):
+        tokens = [name for name, array in arrays.items() if array.dtype == np.int64]
+        for keep in ([], tokens):
             with suppress(NotImplementedError, RuntimeError):
-                found.append(_counted(recipe, model, arrays, keep))
-                units += _cost(order.costs, part)
+                counted.append(_counted(recipe, model, arrays, keep))
+                units += int(order.costs[micro_batch].sum())
                 break
-    return _Work(*(sum(values) / units for values in zip(*found, strict=True))) if units else _Work()
-
-
-def _cost(costs: NDArray[Any], ids: Ids) -> int:
-    return int(costs[ids].sum())
-
-
-def _tokens(arrays: Mapping[str, NDArray[Any]]) -> tuple[str, ...]:
-    return tuple(name for name, array in arrays.items() if array.dtype == np.int64)
+    return _Work(*(sum(values) / units for values in zip(*counted, strict=True))) if units else _Work()
 
 
 class _Kept:
@@ -221,7 +214,7 @@ class _Kept:
     """
 
     def __init__(self, model: nn.Module, counter: FlopCounterMode) -> None:
-        self._known = {_address(one) for one in (*model.parameters(), *model.buffers())}
+        self._known = {_address(tensor) for tensor in (*model.parameters(), *model.buffers())}
         self._counter, self.block_flops, self._before = counter, 0.0, 0
         # Kept alive, so that no two of them have the same address.
         self._outside: dict[int, torch.UntypedStorage] = {}
@@ -234,8 +227,8 @@ class _Kept:
         return tensor
 
     def enter(self, _: nn.Module, inputs: tuple[Any, ...]) -> None:
-        for one in inputs:
-            self._add(self._inputs, one)
+        for tensor in inputs:
+            self._add(self._inputs, tensor)
         self._now = {}
         self._inside.append(self._now)
         self._before = self._counter.get_total_flops()
@@ -251,31 +244,34 @@ class _Kept:
     def sizes(self) -> tuple[int, int]:
         """Return the bytes without and with activation checkpointing."""
 
-        def size(*parts: dict[int, torch.UntypedStorage]) -> int:
-            return sum(one.nbytes() for one in {key: one for part in parts for key, one in part.items()}.values())
+        def size(*groups: dict[int, torch.UntypedStorage]) -> int:
+            return sum(
+                storage.nbytes()
+                for storage in {key: storage for group in groups for key, storage in group.items()}.values()
+            )
 
-        kept = size(self._outside, self._inputs)
-        most = max((size(self._outside, self._inputs, part) - kept for part in self._inside), default=0)
-        return size(self._outside, *self._inside), kept + most
+        checkpointed = size(self._outside, self._inputs)
+        largest = max((size(self._outside, self._inputs, inside) - checkpointed for inside in self._inside), default=0)
+        return size(self._outside, *self._inside), checkpointed + largest
 
 
-def _counted(recipe: Recipe, model: nn.Module, arrays: Mapping[str, NDArray[Any]], keep: tuple[str, ...]) -> _Work:
+def _counted(recipe: Recipe, model: nn.Module, arrays: Mapping[str, NDArray[Any]], keep: Sequence[str]) -> _Work:
     import torch
     from torch.utils.flop_counter import FlopCounterMode
 
     batch = {name: torch.from_numpy(array).to("cpu" if name in keep else "meta") for name, array in arrays.items()}
     with FlopCounterMode(display=False) as counter, ExitStack() as hooks:
-        kept = _Kept(model, counter)
+        memory = _Kept(model, counter)
         for block in recipe.blocks(model):
-            hooks.callback(block.register_forward_pre_hook(kept.enter).remove)
-            hooks.callback(block.register_forward_hook(kept.leave).remove)
-        with torch.autograd.graph.saved_tensors_hooks(kept.save, lambda tensor: tensor):
+            hooks.callback(block.register_forward_pre_hook(memory.enter).remove)
+            hooks.callback(block.register_forward_hook(memory.leave).remove)
+        with torch.autograd.graph.saved_tensors_hooks(memory.save, lambda tensor: tensor):
             loss = recipe.loss(model, batch)
         loss.backward()
     for parameter in model.parameters():
         parameter.grad = None
-    total, checkpointed = kept.sizes()
-    return _Work(counter.get_total_flops(), total, kept.block_flops, checkpointed)
+    total, checkpointed = memory.sizes()
+    return _Work(counter.get_total_flops(), total, memory.block_flops, checkpointed)
 
 
 def _address(tensor: Tensor) -> int:

@@ -74,8 +74,8 @@ def recipe_class(name: str, code: Path | None = None) -> type[Recipe]:
     if name not in RECIPES:
         raise Mistake(f"no recipe {name!r}; {nearest(name, RECIPES)}")
     module, _, attribute = RECIPES[name].partition(":")
-    found: type[Recipe] = getattr(import_module(module), attribute)
-    return found
+    recipe: type[Recipe] = getattr(import_module(module), attribute)
+    return recipe
 
 
 def recipe_of(run: Run) -> type[Recipe]:
@@ -131,17 +131,17 @@ def _own_recipe(name: str, code: Path | None) -> type[Recipe]:
     module, _, attribute = name.partition(":")
     if code is not None:
         use_code(code)
-    found = getattr(imported := _import(module, code), attribute, None)
-    if found is None:
+    recipe = getattr(imported := _import(module, code), attribute, None)
+    if recipe is None:
         classes = {key for key, value in vars(imported).items() if isclass(value) and issubclass(value, Recipe)}
         raise Mistake(f"{module} has no {attribute}; {nearest(attribute, classes - {'Recipe'})}")
-    if not isclass(found) or not issubclass(found, Recipe):
+    if not isclass(recipe) or not issubclass(recipe, Recipe):
         raise Mistake(f"{name} is not a recipe; derive the class from packtrain.recipes.Recipe")
-    missing = [required for required in _REQUIRED_ATTRIBUTES if not hasattr(found, required)]
-    missing += sorted(getattr(found, "__abstractmethods__", ()))
+    missing = [required for required in _REQUIRED_ATTRIBUTES if not hasattr(recipe, required)]
+    missing += sorted(getattr(recipe, "__abstractmethods__", ()))
     if missing:
         raise Mistake(f"{name} lacks {', '.join(missing)}; docs/recipes.md lists what a recipe needs")
-    return found
+    return recipe
 
 
 def use_code(code: Path | None) -> None:

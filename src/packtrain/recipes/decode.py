@@ -44,9 +44,9 @@ class TorchText(TextNetwork):
         target = torch.from_numpy(target_BT).to(self._device)
         places = torch.from_numpy(predicted).to(self._device)
         logits = self._model(torch.from_numpy(source_BS).to(self._device), target[:, :-1], places)
-        each = cross_entropy(logits.float(), target[:, 1:].flatten()[places], reduction="none")
+        token_losses = cross_entropy(logits.float(), target[:, 1:].flatten()[places], reduction="none")
         rows = predicted // (target_BT.shape[1] - 1)
-        return sums_by_row(rows, each, len(source_BS))
+        return sums_by_row(rows, token_losses, len(source_BS))
 
 
 class TorchSteps(Steps):
@@ -64,18 +64,18 @@ class TorchSteps(Steps):
     def candidates(self, written_RT: Ids, count: int) -> Candidates:
         if self.penalizes:
             return super().candidates(written_RT, count)
-        found = likely_on_device(self._logits(written_RT), min(count, self._model.vocabulary))
+        likely = likely_on_device(self._logits(written_RT), min(count, self._model.vocabulary))
         if not self._is_first:
-            return found
-        return Candidates(found.tokens.repeat(self._beam, 0), found.scores.repeat(self._beam, 0))
+            return likely
+        return Candidates(likely.tokens.repeat(self._beam, 0), likely.scores.repeat(self._beam, 0))
 
     def select(self, rows: Ids, same_sources: bool = False) -> None:
-        kept, beam = torch.from_numpy(rows).to(self._mask.device), self._beam
-        sources = None if same_sources else kept[::beam] // beam
+        places, beam = torch.from_numpy(rows).to(self._mask.device), self._beam
+        sources = None if same_sources else places[::beam] // beam
         if sources is not None:
             self._mask = self._mask.index_select(0, sources)
         for cache in self._caches:
-            cache.select(kept // beam if self._is_first else kept, sources)
+            cache.select(places // beam if self._is_first else places, sources)
         self._is_first = False
 
     def _logits(self, written_RT: Ids) -> Tensor:

@@ -11,11 +11,13 @@ from __future__ import annotations
 import copy
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, cast
+from typing import Any, Generic, TypeVar, cast
 
 import torch
 from torch import Tensor, nn
 from torch.export import Dim
+
+Model = TypeVar("Model", bound=nn.Module)
 
 CANDIDATES = 16
 """Tokens that a step returns for each hypothesis, the most likely first: a beam of 8 looks at as many."""
@@ -40,15 +42,19 @@ class Graph:
     outputs: Sequence[str]
 
 
-class PlainArguments(nn.Module):
+class ModelPart(nn.Module, Generic[Model]):
+    """A part of a model as the module of a graph, with inputs and outputs of its own."""
+
+    def __init__(self, model: Model) -> None:
+        super().__init__()
+        self.model: Model = model
+
+
+class PlainArguments(ModelPart[nn.Module]):
     """A module whose arguments are one list, so that torch describes the sizes of all modules alike."""
 
-    def __init__(self, module: nn.Module) -> None:
-        super().__init__()
-        self.module = module
-
     def forward(self, *inputs: Tensor) -> Any:
-        return self.module(*inputs)
+        return self.model(*inputs)
 
 
 def outcome(logits_NV: Tensor, offsets_V: Tensor, labels_N: Tensor) -> tuple[Tensor, ...]:

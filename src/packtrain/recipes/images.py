@@ -114,7 +114,7 @@ def resnet_size(shape: ResNetShape, pixels: int, tuned_stages: int | None = None
     """
     first_tuned = 0 if tuned_stages is None else len(shape.depths) + 1 - tuned_stages
     weights = trained = buffers = 0
-    flops = block_flops = kept = most = 0.0
+    flops = block_flops = held = largest = 0.0
     for convolution in shape.convolutions():
         positions = max(1, pixels // convolution.stride) ** 2
         forward = 2.0 * convolution.weights * positions
@@ -126,11 +126,11 @@ def resnet_size(shape: ResNetShape, pixels: int, tuned_stages: int | None = None
             flops += (PASSES - 1) * forward
             block_flops += forward
             activations = 2 * 4.0 * convolution.outputs * positions
-            kept, most = kept + activations, max(most, activations)
+            held, largest = held + activations, max(largest, activations)
     # Of each convolution its input and that of its norm are kept; of a block, the input alone.
     depth = 3 if shape.block == "bottleneck" else 2
-    least = min(kept, kept / (2 * depth) + depth * most)
-    return ModelSize(weights, trained, buffers, flops, kept, block_flops, least, shape.block)
+    checkpointed = min(held, held / (2 * depth) + depth * largest)
+    return ModelSize(weights, trained, buffers, flops, held, block_flops, checkpointed, shape.block)
 
 
 RESNETS: Mapping[str, ResNetShape] = {
@@ -243,7 +243,7 @@ class ImageRecipe(Exportable, Sized, Generic[Batches]):
         by_sample = dict(zip(samples, jpegs, strict=True))
         digests = {sample: hashlib.sha256(jpeg).hexdigest() for sample, jpeg in by_sample.items()}
         pictures = {digests[sample]: jpeg for sample, jpeg in by_sample.items()}
-        return {sample: replace(one, picture=digests[sample]) for sample, one in samples.items()}, pictures
+        return {sample: replace(record, picture=digests[sample]) for sample, record in samples.items()}, pictures
 
     def prefetch(self, ids: Ids, epoch: int) -> AbstractContextManager[None]:
         reader = self.copies.reader("train", self.job.train.in_epoch(epoch).size)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from abc import abstractmethod
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from mmap import ACCESS_READ, mmap
@@ -15,7 +16,8 @@ from packtrain.data.order import Ids
 from packtrain.errors import Mistake, printable, quoted
 from packtrain.identity import install_command
 from packtrain.pack.vocabulary import BOS, PAD
-from packtrain.recipes.search import Floats
+from packtrain.recipes.recipe import Decoding
+from packtrain.recipes.search import Candidates, Floats, Steps
 from packtrain.system import usable_cores
 
 Arrays = dict[str, NDArray[Any]]
@@ -64,19 +66,42 @@ class Session:
         return arrays
 
 
-def forbidding(decoder: Session, vocabulary: int) -> Floats:
-    """Return what a search adds to the logits: PAD, BOS and the padding of the vocabulary never follow."""
-    if decoder.shapes["offsets"][0] < vocabulary:
-        raise ValueError("the graph has a smaller vocabulary")
-    offsets = np.zeros(decoder.shapes["offsets"], np.float32)
-    offsets[[PAD, BOS]] = offsets[vocabulary:] = -np.inf
-    return offsets
-
-
 def selected(array_BK: NDArray[Any], rows: Ids) -> NDArray[Any]:
     """Return these rows of an array [B, K, ...], in an array of the same K."""
     flat = array_BK.reshape(-1, *array_BK.shape[2:])
     return flat[rows].reshape(-1, *array_BK.shape[1:])
+
+
+class OnnxSteps(Steps):
+    """One search: the rows of a source are adjacent, and share its memory."""
+
+    def __init__(self, decoder: Session, memory: Arrays, beam: int, decoding: Decoding, vocabulary: int) -> None:
+        super().__init__(decoding)
+        self._decoder, self._memory, self._beam, self._vocabulary = decoder, memory, beam, vocabulary
+        if decoder.shapes["offsets"][0] < vocabulary:
+            raise ValueError("the graph has a smaller vocabulary")
+        # Added to the logits: PAD, BOS and the padding of the vocabulary never follow.
+        self._offsets = np.zeros(decoder.shapes["offsets"], np.float32)
+        self._offsets[[PAD, BOS]] = self._offsets[vocabulary:] = -np.inf
+
+    @abstractmethod
+    def step(self, written_RT: Ids, outputs: list[str]) -> list[NDArray[Any]]:
+        """Read the last tokens, and return these outputs of the decoder."""
+
+    def logits(self, written_RT: Ids) -> Floats:
+        [logits_RV] = self.step(written_RT, ["logits"])
+        return logits_RV[:, : self._vocabulary]
+
+    def candidates(self, written_RT: Ids, count: int) -> Candidates:
+        if self.penalizes or count > self._decoder.shapes["candidates"][1]:
+            return super().candidates(written_RT, count)
+        tokens_RC, scores_RC = self.step(written_RT, ["candidates", "candidate_scores"])
+        return Candidates(tokens_RC[:, :count], scores_RC[:, :count])
+
+    def select_memory(self, rows: Ids) -> None:
+        """Keep the memory of the sources of these rows alone."""
+        sources = rows[:: self._beam] // self._beam
+        self._memory = {name: array[sources] for name, array in self._memory.items()}
 
 
 # Files.
@@ -102,12 +127,12 @@ def external_files(path: Path) -> set[str]:
     """
     try:
         with path.open("rb") as opened, mmap(opened.fileno(), 0, access=ACCESS_READ) as data:
-            found = set(_places(data))
+            names = set(_places(data))
     except (OSError, ValueError):  # the second also for an empty file
         raise Mistake(f"{printable(str(path))}: not an ONNX graph; export or copy the model again") from None
-    if outside := sorted(name for name in found if "/" in name or not name.strip(".")):
+    if outside := sorted(name for name in names if "/" in name or not name.strip(".")):
         raise Mistake(f"{printable(str(path))}: its data is in {quoted(outside[0])}, which is not a file next to it")
-    return found
+    return names
 
 
 def _places(data: mmap) -> Iterator[str]:

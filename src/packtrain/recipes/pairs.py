@@ -233,32 +233,32 @@ class PairRecipe(Exportable, Sized):
     def measure(self, model: nn.Module | Network, request: EvaluationRequest) -> Measurement:
         network, pairs = _network(model), self.pairs[request.split]
         loss, tokens = 0.0, 0
-        parts = []
-        for part in group_by_length(request.ids, pairs.target.lengths, MEASURE_TOKENS):
+        measured = []
+        for batch_ids in group_by_length(request.ids, pairs.target.lengths, MEASURE_TOKENS):
             request.on_batch()
-            losses = network.losses(pad(pairs.source, part, PAD), pad(pairs.target, part, PAD))
-            lengths = pairs.target.lengths[part] - 1
+            losses = network.losses(pad(pairs.source, batch_ids, PAD), pad(pairs.target, batch_ids, PAD))
+            lengths = pairs.target.lengths[batch_ids] - 1
             loss += float(losses.sum())
             tokens += int(lengths.sum())
-            parts.append((part, {"loss": losses, "tokens": lengths}))
+            measured.append((batch_ids, {"loss": losses, "tokens": lengths}))
         decoding = replace(self.decoding, beam=request.beam)
         # One at a time: the precision that a worker computes in holds for its own thread.
         outputs = self._outputs(network, pairs.source, request.decode_ids, decoding, on_batch=request.on_batch)
-        rows = rows_in_order(request.ids, parts) if request.by_sample else {}
+        rows = rows_in_order(request.ids, measured) if request.by_sample else {}
         sums = {"loss": loss, "tokens": float(tokens), "samples": float(len(request.ids))}
         return Measurement(sums, [texts[0] for texts, _ in outputs], rows)
 
     def score(self, split: str, decode_ids: Ids, parts: Sequence[Measurement]) -> Scores:
-        tokens = sum(part.sums["tokens"] for part in parts)
-        loss = sum(part.sums["loss"] for part in parts) / max(1.0, tokens)
-        outputs = [output for part in parts for output in part.outputs]
+        tokens = sum(measured.sums["tokens"] for measured in parts)
+        loss = sum(measured.sums["loss"] for measured in parts) / max(1.0, tokens)
+        outputs = [output for measured in parts for output in measured.outputs]
         references = self._references(split, decode_ids) if outputs else []
         inputs = self._texts(self.pairs[split].source, decode_ids[:SHOWN_SAMPLES])
         samples = tuple(Sample(*texts) for texts in zip(inputs, references, outputs, strict=False))
         graded = self.grade(loss, references, outputs)
         # The loss, and what is computed from it, is of all samples; everything else of the outputs.
         of_all = self.grade(loss, [], []).values
-        samples_of_all = int(sum(part.sums["samples"] for part in parts))
+        samples_of_all = int(sum(measured.sums["samples"] for measured in parts))
         counts = {name: samples_of_all if name in of_all else len(outputs) for name in graded.values}
         return replace(graded, samples=samples, counts=counts)
 
@@ -307,23 +307,27 @@ class PairRecipe(Exportable, Sized):
         on_batch: Callable[[], None] = lambda: None,
     ) -> list[tuple[list[str], list[float]]]:
         """Return the texts for each source, the best first, and their scores; `at_once` searches run side by side."""
-        found: dict[int, tuple[list[str], list[float]]] = {}
-        parts = group_by_length(ids, source.lengths, network.search_tokens // decoding.beam)
+        outputs: dict[int, tuple[list[str], list[float]]] = {}
+        batches = group_by_length(ids, source.lengths, network.search_tokens // decoding.beam)
 
-        def search(part: Ids) -> list[list[Hypothesis]]:
+        def search(batch_ids: Ids) -> list[list[Hypothesis]]:
             on_batch()
-            limits = self.max_lengths(source.lengths[part])
-            return network.search(pad(source, part, PAD), limits, decoding, (part + decoding.first_number).tolist())
+            limits = self.max_lengths(source.lengths[batch_ids])
+            return network.search(
+                pad(source, batch_ids, PAD), limits, decoding, (batch_ids + decoding.first_number).tolist()
+            )
 
-        for part, hypotheses in zip(parts, in_threads(search, parts, at_once), strict=True):
-            texts = iter(self.pack.vocabulary.decode([one.tokens for own in hypotheses for one in own]))
-            for sample, own in zip(part.tolist(), hypotheses, strict=True):
-                found[sample] = [next(texts) for _ in own], [one.score for one in own]
-        return [found[sample] for sample in ids.tolist()]
+        for batch_ids, hypotheses in zip(batches, in_threads(search, batches, at_once), strict=True):
+            texts = iter(
+                self.pack.vocabulary.decode([hypothesis.tokens for ranked in hypotheses for hypothesis in ranked])
+            )
+            for sample, ranked in zip(batch_ids.tolist(), hypotheses, strict=True):
+                outputs[sample] = [next(texts) for _ in ranked], [hypothesis.score for hypothesis in ranked]
+        return [outputs[sample] for sample in ids.tolist()]
 
     def predict(self, model: nn.Module | Network, inputs: Sequence[str], decoding: Decoding) -> list[Prediction]:
-        found = self.generate(model, self.encode(inputs), decoding)
-        return [replace(one, note=self.note(text)) for text, one in zip(inputs, found, strict=True)]
+        predictions = self.generate(model, self.encode(inputs), decoding)
+        return [replace(prediction, note=self.note(text)) for text, prediction in zip(inputs, predictions, strict=True)]
 
     def note(self, text: str) -> str:
         """Return a warning about an input, or an empty string."""
@@ -337,8 +341,8 @@ class PairRecipe(Exportable, Sized):
         source = Ragged.from_rows(rows, np.dtype("<u4"))
         filled = np.flatnonzero(source.lengths > 1)
         network = _network(model)
-        found = self._outputs(network, source, filled, decoding, network.at_once)
-        outputs = dict(zip(filled.tolist(), found, strict=True))
+        texts = self._outputs(network, source, filled, decoding, network.at_once)
+        outputs = dict(zip(filled.tolist(), texts, strict=True))
         return [text_prediction(*outputs.get(number, ([""], [0.0]))) for number in range(len(rows))]
 
     def encode(self, texts: Sequence[str]) -> list[list[int]]:
@@ -389,10 +393,10 @@ def _too_long(texts: Sequence[str], number: int, size: str) -> InputMistake:
 def group_by_length(ids: Ids, lengths: NDArray[np.int64], budget: int) -> list[Ids]:
     """Sort `ids` by length and divide them into parts of at most `budget` padded positions, or of one sample."""
     ordered = ids[np.argsort(lengths[ids], kind="stable")]
-    parts, start = [], 0
+    batches, start = [], 0
     for end in range(1, len(ordered) + 1):
         # Sorted, so the next sample would be the longest of its part, and all would be padded to it.
         if end == len(ordered) or (end + 1 - start) * lengths[ordered[end]] > budget:
-            parts.append(ordered[start:end])
+            batches.append(ordered[start:end])
             start = end
-    return parts
+    return batches

@@ -69,27 +69,27 @@ def own_names(names: Iterable[str]) -> tuple[str, dict[str, str]]:
 
     A prefix, such as `module.` of DistributedDataParallel or `encoder.` of a captioner, is left out.
     """
-    given = sorted(names)
+    listed = sorted(names)
     places = [
         (name.removesuffix(block), block)
         for block in (_OWN_BLOCK, _HUGGING_FACE_BLOCK)
-        for name in given
+        for name in listed
         if name == block or name.endswith(f".{block}")
     ]
     if not places:
-        shown = printable(", ".join(given[:2]), 60) or "nothing"
+        shown = printable(", ".join(listed[:2]), 60) or "nothing"
         raise Mistake(f"no ResNet with names of torchvision, timm or Hugging Face; it has {shown}")
     if len(places) > 1:
-        found = " and ".join(printable(prefix, 40) or "one without a prefix" for prefix, _ in places[:2])
-        raise Mistake(f"the file has more than one ResNet: {found}; keep one of them")
+        prefixes = " and ".join(printable(prefix, 40) or "one without a prefix" for prefix, _ in places[:2])
+        raise Mistake(f"the file has more than one ResNet: {prefixes}; keep one of them")
     [(prefix, block)] = places
-    inside = {name.removeprefix(prefix): name for name in given if name.startswith(prefix)}
+    inside = {name.removeprefix(prefix): name for name in listed if name.startswith(prefix)}
     if block == _OWN_BLOCK:
         return "torchvision's names", inside
     translated = {_translated(name): theirs for name, theirs in inside.items()}
     head = prefix.removesuffix("resnet.")
-    last = {f"fc.{part}": f"{head}classifier.1.{part}" for part in ("weight", "bias")}
-    return "Hugging Face's names", translated | {own: name for own, name in last.items() if name in given}
+    last = {f"fc.{tensor}": f"{head}classifier.1.{tensor}" for tensor in ("weight", "bias")}
+    return "Hugging Face's names", translated | {our_name: name for our_name, name in last.items() if name in listed}
 
 
 def _translated(name: str) -> str:
@@ -97,12 +97,12 @@ def _translated(name: str) -> str:
     if stem := _HUGGING_FACE_STEM.fullmatch(name):
         return f"{'conv1' if stem[1] == 'convolution' else 'bn1'}.{stem[2]}"
     if layer := _HUGGING_FACE_LAYER.fullmatch(name):
-        stage, block, _, number, kind, part = layer.groups()
+        stage, block, _, number, kind, tensor = layer.groups()
         if number is None:
             inner = f"downsample.{0 if kind == 'convolution' else 1}"
         else:
             inner = f"{'conv' if kind == 'convolution' else 'bn'}{int(number) + 1}"
-        return f"layer{int(stage) + 1}.{block}.{inner}.{part}"
+        return f"layer{int(stage) + 1}.{block}.{inner}.{tensor}"
     return name
 
 
@@ -114,34 +114,34 @@ def resnet_shapes(shape: ResNetShape, classes: int | None = None) -> dict[str, t
     shapes: dict[str, tuple[int, ...]] = {}
     for layer in shape.convolutions():
         shapes[f"{layer.name}.weight"] = (layer.outputs, layer.inputs, layer.kernel, layer.kernel)
-        shapes |= {f"{layer.norm}.{part}": (layer.outputs,) for part in _NORM}
+        shapes |= {f"{layer.norm}.{tensor}": (layer.outputs,) for tensor in _NORM}
     if classes is not None:
         shapes |= {"fc.weight": (classes, shape.features), "fc.bias": (classes,)}
     return shapes
 
 
-def fit_pretrained(found: Shapes, shape: ResNetShape, classes: int | None) -> PretrainedFit:
-    """Return what of a file with the shapes `found` a ResNet takes: everything but, maybe, the last layer.
+def fit_pretrained(shapes: Shapes, shape: ResNetShape, classes: int | None) -> PretrainedFit:
+    """Return what of a file with the shapes `shapes` a ResNet takes: everything but, maybe, the last layer.
 
     A file of another network is refused, with what it is.
     """
-    origin, names = own_names(found)
-    theirs = {own: found[name] for own, name in names.items() if not own.endswith(_COUNTER)}
-    body = {own: size for own, size in theirs.items() if re.match(r"(conv1|bn1|layer\d+)\.", own)}
-    what = _shape_of(body)
-    if odd := _oddity(body, resnet_shapes(what)):
-        raise Mistake(f"the file has a variant of {_in_words(what)}: {odd}; use weights of a plain ResNet")
-    if replace(what, zero_init_residual=shape.zero_init_residual) != shape:
-        named = [_in_words(one, beside=other) for one, other in ((what, shape), (shape, what))]
+    origin, names = own_names(shapes)
+    their_shapes = {our_name: shapes[name] for our_name, name in names.items() if not our_name.endswith(_COUNTER)}
+    body = {our_name: size for our_name, size in their_shapes.items() if re.match(r"(conv1|bn1|layer\d+)\.", our_name)}
+    in_file = _shape_of(body)
+    if odd := _oddity(body, resnet_shapes(in_file)):
+        raise Mistake(f"the file has a variant of {_in_words(in_file)}: {odd}; use weights of a plain ResNet")
+    if replace(in_file, zero_init_residual=shape.zero_init_residual) != shape:
+        named = [_in_words(described, beside=compared) for described, compared in ((in_file, shape), (shape, in_file))]
         raise Mistake(
             f"the file has a {named[0]}, but the model is a {named[1]}; change model.size, or use other weights"
         )
-    own = resnet_shapes(shape, classes)
-    new = tuple(name for name in _HEAD if name in own and theirs.get(name) != own[name])
-    if new:
-        new = _HEAD  # the weights of a class mean nothing without its bias
-    taken = {name: names[name] for name in own if name not in new}
-    return PretrainedFit(f"a {_in_words(what)} with {origin}", taken, new)
+    our_shapes = resnet_shapes(shape, classes)
+    restarted = tuple(name for name in _HEAD if name in our_shapes and their_shapes.get(name) != our_shapes[name])
+    if restarted:
+        restarted = _HEAD  # the weights of a class mean nothing without its bias
+    loaded = {name: names[name] for name in our_shapes if name not in restarted}
+    return PretrainedFit(f"a {_in_words(in_file)} with {origin}", loaded, restarted)
 
 
 def _shape_of(body: Shapes) -> ResNetShape:
@@ -164,20 +164,20 @@ def _oddity(body: Shapes, plain: Shapes) -> str:
     """Return the first thing in which tensors are not those of a plain ResNet; nothing if there is none."""
     if "conv1.0.weight" in body:
         return "its stem has several convolutions (timm's c, d, s and t)"
-    missing, more = sorted(plain.keys() - body.keys()), sorted(body.keys() - plain.keys())
+    missing, extra = sorted(plain.keys() - body.keys()), sorted(body.keys() - plain.keys())
     if missing and all(name.endswith(("running_mean", "running_var")) for name in missing):
         return "its norms have no statistics (group norm)"
-    if more or missing:
-        return f"it has {printable(more[0], 60)}" if more else f"it has no {missing[0]}"
-    other = next((name for name in plain if body[name] != plain[name]), None)
-    return "" if other is None else f"{other} is {_size(body[other])}, not {_size(plain[other])}"
+    if extra or missing:
+        return f"it has {printable(extra[0], 60)}" if extra else f"it has no {missing[0]}"
+    unlike = next((name for name in plain if body[name] != plain[name]), None)
+    return "" if unlike is None else f"{unlike} is {_size(body[unlike])}, not {_size(plain[unlike])}"
 
 
 def _in_words(shape: ResNetShape, beside: ResNetShape | None = None) -> str:
     """Return the usual name, such as ResNet-50, with all that tells it from another one."""
     layers = sum(shape.depths) * (3 if shape.block == "bottleneck" else 2) + 2
-    known = any((one.block, one.depths) == (shape.block, shape.depths) for one in RESNETS.values())
-    words = [] if known else [f"({'-'.join(map(str, shape.depths))} {shape.block} blocks)"]
+    is_usual = any((usual.block, usual.depths) == (shape.block, shape.depths) for usual in RESNETS.values())
+    words = [] if is_usual else [f"({'-'.join(map(str, shape.depths))} {shape.block} blocks)"]
     if beside is not None and beside.width != shape.width:
         words.append(f"of width {shape.width}")
     if beside is not None and beside.stem != shape.stem:
@@ -204,10 +204,10 @@ def read_fit(path: Path, shape: ResNetShape, classes: int | None) -> PretrainedF
             )
         check_header(path)
         with safe_open(path, "np") as file:
-            found = {name: tuple(file.get_slice(name).get_shape()) for name in file.keys()}  # noqa: SIM118 - no mapping
+            shapes = {name: tuple(file.get_slice(name).get_shape()) for name in file.keys()}  # noqa: SIM118 - no mapping
     except (SafetensorError, OSError, ValueError) as error:
         raise Mistake(f"not a safetensors file ({error})") from error
-    return fit_pretrained(found, shape, classes)
+    return fit_pretrained(shapes, shape, classes)
 
 
 def pretrained_notes(files: Mapping[str, Path], shape: ResNetShape, classes: int | None) -> list[str]:
@@ -228,11 +228,11 @@ def load_pretrained(path: Path, shape: ResNetShape, classes: int | None, pixels:
     except Mistake as mistake:
         raise Mistake(f"model.weights: {mistake}") from None
     with safe_open(path, "pt") as file:
-        found = {own: file.get_tensor(name).float() for own, name in fitting.names.items()}
-    return found if pixels == "imagenet" else found | _for_our_pixels(found, pixels)
+        tensors = {our_name: file.get_tensor(name).float() for our_name, name in fitting.names.items()}
+    return tensors if pixels == "imagenet" else tensors | _for_our_pixels(tensors, pixels)
 
 
-def _for_our_pixels(found: Mapping[str, Tensor], pixels: str) -> dict[str, Tensor]:
+def _for_our_pixels(tensors: Mapping[str, Tensor], pixels: str) -> dict[str, Tensor]:
     """Return the stem as it has to be for pixels that are normalized as ours are.
 
     The first convolution scales the channels, and the mean of its norm takes in what is added to them. Exact, except
@@ -240,9 +240,9 @@ def _for_our_pixels(found: Mapping[str, Tensor], pixels: str) -> dict[str, Tenso
     """
     import torch
 
-    mean, deviation = (torch.tensor(one) for one in PIXELS["imagenet"])
-    their_mean, their_deviation = (torch.tensor(one) for one in PIXELS[pixels])
-    weight = found["conv1.weight"]
+    mean, deviation = (torch.tensor(channels) for channels in PIXELS["imagenet"])
+    their_mean, their_deviation = (torch.tensor(channels) for channels in PIXELS[pixels])
+    weight = tensors["conv1.weight"]
     added = torch.einsum("oihw,i->o", weight, (mean - their_mean) / their_deviation)
     scaled = weight * (deviation / their_deviation)[:, None, None]
-    return {"conv1.weight": scaled, "bn1.running_mean": found["bn1.running_mean"] - added}
+    return {"conv1.weight": scaled, "bn1.running_mean": tensors["bn1.running_mean"] - added}

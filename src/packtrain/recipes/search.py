@@ -141,7 +141,7 @@ def search(
     if decoding.beam == 1:
         steps = start(1)
         return _write_rows(steps, limits_B, lambda written, _: steps.candidates(written, 1))
-    return _beam_search(start(decoding.beam), limits_B, decoding)
+    return _beam_search(start(decoding.beam), limits_B, decoding, length_penalty)
 
 
 # One hypothesis per source.
@@ -151,7 +151,7 @@ def _write_rows(steps: Steps, limits_B: Ids, choose: Callable[[Ids, Ids], Candid
     rows = np.arange(len(limits_B))
     written_RT = np.full((len(rows), 1), BOS)
     scores_R = np.zeros(len(rows), np.float32)
-    found: list[list[Hypothesis]] = [[] for _ in rows]
+    written_by_source: list[list[Hypothesis]] = [[] for _ in rows]
     while len(rows):
         steps.decoding.check_wanted()
         chosen = choose(written_RT, rows)
@@ -160,13 +160,15 @@ def _write_rows(steps: Steps, limits_B: Ids, choose: Callable[[Ids, Ids], Candid
         length = written_RT.shape[1] - 1
         is_over = (chosen.tokens[:, 0] == EOS) | (length >= limits_B[rows])
         for at in np.flatnonzero(is_over).tolist():
-            found[rows[at]] = [_hypothesis(written_RT[at, 1:], float(scores_R[at]) / length_penalty(length))]
+            written_by_source[rows[at]] = [
+                _hypothesis(written_RT[at, 1:], float(scores_R[at]) / length_penalty(length))
+            ]
         if is_over.any():
             # Finished rows leave the batch, so that one long row does not keep all of them computing.
             keep = np.flatnonzero(~is_over)
             rows, written_RT, scores_R = rows[keep], written_RT[keep], scores_R[keep]
             steps.select(keep)
-    return found
+    return written_by_source
 
 
 def _hypothesis(tokens: Ids, score: float) -> Hypothesis:
@@ -186,8 +188,8 @@ def _uniform(seed: int, numbers: Sequence[int], count: int) -> Floats:
 class _Finished:
     """The best finished hypotheses of one source."""
 
-    def __init__(self, wanted: int) -> None:
-        self._wanted, self.best = wanted, list[Hypothesis]()
+    def __init__(self, count: int) -> None:
+        self._wanted, self.best = count, list[Hypothesis]()
 
     @property
     def bar(self) -> float:
@@ -196,8 +198,8 @@ class _Finished:
 
     def add(self, tokens: Ids, score: float) -> None:
         if score > self.bar:
-            kept = [*self.best, _hypothesis(tokens, score)]
-            self.best = sorted(kept, key=lambda one: -one.score)[: self._wanted]
+            hypotheses = [*self.best, _hypothesis(tokens, score)]
+            self.best = sorted(hypotheses, key=lambda hypothesis: -hypothesis.score)[: self._wanted]
 
     def settle(self, unfinished_KT: Ids, scores_K: Floats) -> None:
         """If none ended in time, take the best of those that did not."""
@@ -206,86 +208,67 @@ class _Finished:
             self.best = [_hypothesis(tokens, score) for tokens, score in rows if score > -np.inf]
 
 
-def _beam_search(steps: Steps, limits_B: Ids, decoding: Decoding) -> list[list[Hypothesis]]:
-    """Keep `beam` hypotheses per source; a source is done when no unfinished one can win.
-
-    The rows of a source are adjacent: row b * K + k is hypothesis k of source b.
-    """
-    beam = decoding.beam
-    sources, limits = np.arange(len(limits_B)), limits_B
-    reachable = np.array([length_penalty(limit) for limit in limits.tolist()])
-    found = [_Finished(min(decoding.n_best, beam)) for _ in sources]
-    scores_BK = np.full((len(sources), beam), -np.inf, np.float32)
-    scores_BK[:, 0] = 0.0  # the first step starts from one hypothesis, not from K equal ones
-    written_RT = np.full((len(sources) * beam, 1), BOS)
-    while len(sources):
-        decoding.check_wanted()
-        # Twice the beam, so that K hypotheses continue even if K of the candidates end here.
-        origins, tokens, totals = _best_of_beam(steps.candidates(written_RT, 2 * beam), scores_BK, 2 * beam)
-        length = written_RT.shape[1]
-        ended = (tokens == EOS) & (totals > -np.inf)
-        firsts = np.arange(len(sources)) * beam
-        for source, at in np.argwhere(ended).tolist():
-            text = written_RT[firsts[source] + origins[source, at], 1:]
-            found[sources[source]].add(text, float(totals[source, at]) / length_penalty(length))
-        totals = np.where(ended, -np.inf, totals)
-        kept = np.argsort(-totals, axis=1, kind="stable")[:, :beam]
-        scores_BK = np.take_along_axis(totals, kept, 1)
-        parents = (firsts[:, None] + np.take_along_axis(origins, kept, 1)).ravel()
-        chosen = np.take_along_axis(tokens, kept, 1).reshape(-1, 1)
-        written_RT = np.concatenate([written_RT[parents], chosen], axis=1)
-        # Scores only fall, so the best that a hypothesis can reach is its score now at the most favorable length.
-        bars = np.array([found[source].bar for source in sources.tolist()])
-        unfinished = (length < limits) & (scores_BK[:, 0] / reachable > bars)
-        if unfinished.all():
-            steps.select(parents, same_sources=True)
-            continue
-        for at in np.flatnonzero(~unfinished).tolist():
-            own = written_RT[firsts[at] : firsts[at] + beam, 1:]
-            found[sources[at]].settle(own, scores_BK[at] / length_penalty(length))
-        keep = np.flatnonzero(unfinished)
-        rows = (keep[:, None] * beam + np.arange(beam)).ravel()
-        sources, limits, reachable, scores_BK = sources[keep], limits[keep], reachable[keep], scores_BK[keep]
-        written_RT = written_RT[rows]
-        steps.select(parents[rows])
-    return [one.best for one in found]
-
-
 def narrowing_search(steps: Steps, count: int, beam: int, longest: int, n_best: int = 1) -> list[list[Hypothesis]]:
     """Return the best outputs for each of `count` sources, of at most `longest` tokens with EOS.
 
     A source has `beam` hypotheses; a finished one is set aside and narrows the beam by one, until all have finished.
     The best has the highest log-probability per token, EOS included.
     """
-    sources, left = np.arange(count), np.full(count, beam)
-    found = [_Finished(min(n_best, beam)) for _ in range(count)]
-    scores_BK = np.full((count, beam), -np.inf, np.float32)
-    scores_BK[:, 0] = 0.0
-    written_RT = np.full((count * beam, 1), BOS)
+    return _beam_search(steps, np.full(count, longest), Decoding(beam=beam, n_best=n_best), float, narrows=True)
+
+
+def _beam_search(
+    steps: Steps, limits_B: Ids, decoding: Decoding, divisor: Callable[[int], float], narrows: bool = False
+) -> list[list[Hypothesis]]:
+    """Keep `beam` hypotheses per source; a source is done when no unfinished one can win.
+
+    If the beam narrows, all hypotheses finish instead. `divisor` is that of log-probabilities, by the length. The rows
+    of a source are adjacent: row b * K + k is hypothesis k of source b.
+    """
+    beam = decoding.beam
+    # Twice the beam, so that K hypotheses continue even if K of the candidates end here.
+    num_candidates = beam if narrows else 2 * beam
+    sources, limits, widths_B = np.arange(len(limits_B)), limits_B, np.full(len(limits_B), num_candidates)
+    reachable = np.array([divisor(limit) for limit in limits.tolist()])
+    finished = [_Finished(min(decoding.n_best, beam)) for _ in sources]
+    scores_BK = np.full((len(sources), beam), -np.inf, np.float32)
+    scores_BK[:, 0] = 0.0  # the first step starts from one hypothesis, not from K equal ones
+    written_RT = np.full((len(sources) * beam, 1), BOS)
     while len(sources):
-        origins, tokens, totals = _best_of_beam(steps.candidates(written_RT, beam), scores_BK, beam)
+        decoding.check_wanted()
+        origins, tokens, totals = _best_of_beam(steps.candidates(written_RT, num_candidates), scores_BK, num_candidates)
         length = written_RT.shape[1]
-        totals = np.where(np.arange(beam) < left[:, None], totals, -np.inf)
+        totals = np.where(np.arange(totals.shape[1]) < widths_B[:, None], totals, -np.inf)
         ended = (tokens == EOS) & (totals > -np.inf)
         firsts = np.arange(len(sources)) * beam
         for source, at in np.argwhere(ended).tolist():
             text = written_RT[firsts[source] + origins[source, at], 1:]
-            found[sources[source]].add(text, float(totals[source, at]) / length)
-        left = left - ended.sum(1)
+            finished[sources[source]].add(text, float(totals[source, at]) / divisor(length))
         totals = np.where(ended, -np.inf, totals)
-        kept = np.argsort(-totals, axis=1, kind="stable")
-        scores_BK = np.take_along_axis(totals, kept, 1)
-        parents = (firsts[:, None] + np.take_along_axis(origins, kept, 1)).ravel()
-        chosen = np.take_along_axis(tokens, kept, 1).reshape(-1, 1)
+        chosen_BK = np.argsort(-totals, axis=1, kind="stable")[:, :beam]
+        scores_BK = np.take_along_axis(totals, chosen_BK, 1)
+        parents = (firsts[:, None] + np.take_along_axis(origins, chosen_BK, 1)).ravel()
+        chosen = np.take_along_axis(tokens, chosen_BK, 1).reshape(-1, 1)
         written_RT = np.concatenate([written_RT[parents], chosen], axis=1)
-        unfinished = (scores_BK[:, 0] > -np.inf) & (length < longest)
+        if narrows:
+            widths_B = widths_B - ended.sum(1)
+            bars = np.full(len(sources), -np.inf)
+        else:
+            # Scores only fall, so the best that a hypothesis can reach is its score now at the most favorable length.
+            bars = np.array([finished[source].bar for source in sources.tolist()])
+        unfinished = (length < limits) & (scores_BK[:, 0] / reachable > bars)
+        if unfinished.all():
+            steps.select(parents, same_sources=True)
+            continue
         for at in np.flatnonzero(~unfinished).tolist():
-            found[sources[at]].settle(written_RT[firsts[at] : firsts[at] + beam, 1:], scores_BK[at] / length)
+            hypotheses = written_RT[firsts[at] : firsts[at] + beam, 1:]
+            finished[sources[at]].settle(hypotheses, scores_BK[at] / divisor(length))
         keep = np.flatnonzero(unfinished)
         rows = (keep[:, None] * beam + np.arange(beam)).ravel()
-        sources, left, scores_BK, written_RT = sources[keep], left[keep], scores_BK[keep], written_RT[rows]
-        steps.select(parents[rows], same_sources=bool(unfinished.all()))
-    return [one.best for one in found]
+        sources, limits, widths_B, reachable = sources[keep], limits[keep], widths_B[keep], reachable[keep]
+        scores_BK, written_RT = scores_BK[keep], written_RT[rows]
+        steps.select(parents[rows])
+    return [of_source.best for of_source in finished]
 
 
 def _best_of_beam(following: Candidates, scores_BK: Floats, count: int) -> tuple[Ids, Ids, Floats]:

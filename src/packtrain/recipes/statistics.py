@@ -47,9 +47,9 @@ class Statistic:
         return [score if row.any() else None for score, row in zip(scores, self.rows, strict=True)]
 
 
-def ratio(parts: ArrayLike, wholes: ArrayLike, scale: float = 1.0) -> Statistic:
+def ratio(numerators: ArrayLike, denominators: ArrayLike, scale: float = 1.0) -> Statistic:
     """Return the statistic of a mean: the sum of the parts divided by that of the wholes."""
-    return Statistic(_columns(parts, wholes), lambda sums: scale * _quotient(sums[:, 0], sums[:, 1]))
+    return Statistic(_columns(numerators, denominators), lambda sums: scale * _quotient(sums[:, 0], sums[:, 1]))
 
 
 def mean(values: ArrayLike, scale: float = 1.0) -> Statistic:
@@ -58,8 +58,8 @@ def mean(values: ArrayLike, scale: float = 1.0) -> Statistic:
 
 def perplexity(losses: ArrayLike, tokens: ArrayLike) -> Statistic:
     def score(sums: Floats) -> Floats:
-        found: Floats = np.exp(np.minimum(_quotient(sums[:, 0], sums[:, 1]), _MAX_EXPONENT))
-        return found
+        exponential: Floats = np.exp(np.minimum(_quotient(sums[:, 0], sums[:, 1]), _MAX_EXPONENT))
+        return exponential
 
     return Statistic(_columns(losses, tokens), score)
 
@@ -72,7 +72,7 @@ def bleu_statistic(rows: Floats, order: int = BLEU_ORDERS, smooth: bool = True) 
     """
 
     def score(sums: Floats, effective: bool = False) -> Floats:
-        said, known = sums[:, 0], sums[:, 1]
+        lengths, reference_lengths = sums[:, 0], sums[:, 1]
         correct, total = sums[:, 2 : 2 + order], sums[:, 2 + BLEU_ORDERS : 2 + BLEU_ORDERS + order]
         # The n-th order without a match counts as if it had 1 / 2 ** n of one.
         smoothed = 0.5 ** np.cumsum((correct == 0) & (total > 0), axis=1) if smooth else 0.0
@@ -81,9 +81,11 @@ def bleu_statistic(rows: Floats, order: int = BLEU_ORDERS, smooth: bool = True) 
             counted = (total > 0) | (not effective)
             logarithms = np.log(precisions, out=np.zeros_like(precisions), where=counted).sum(axis=1)
             logarithms /= np.maximum(1, counted.sum(axis=1))
-            penalty = np.minimum(0.0, 1 - np.where(said > 0, known / np.where(said > 0, said, 1), np.inf))
-        found: Floats = np.where(correct.any(axis=1), 100 * np.exp(penalty + logarithms), 0.0)
-        return found
+            penalty = np.minimum(
+                0.0, 1 - np.where(lengths > 0, reference_lengths / np.where(lengths > 0, lengths, 1), np.inf)
+            )
+        bleu: Floats = np.where(correct.any(axis=1), 100 * np.exp(penalty + logarithms), 0.0)
+        return bleu
 
     return Statistic(rows, score, partial(score, effective=True))
 
@@ -94,8 +96,8 @@ def bleu_rows(outputs: Sequence[str], references: Sequence[Sequence[str]], token
 
     # The effective order concerns the score of a sentence, not its counts; without it, SacreBLEU warns.
     metric = BLEU(tokenize=tokenize, max_ngram_order=BLEU_ORDERS, effective_order=True)
-    found = [metric.sentence_score(output, known) for output, known in zip(outputs, references, strict=True)]
-    rows = [[one.sys_len, one.ref_len, *one.counts, *one.totals] for one in found]
+    scored = [metric.sentence_score(output, texts) for output, texts in zip(outputs, references, strict=True)]
+    rows = [[sentence.sys_len, sentence.ref_len, *sentence.counts, *sentence.totals] for sentence in scored]
     return np.array(rows, np.float64).reshape(-1, 2 + 2 * BLEU_ORDERS)
 
 
@@ -104,22 +106,25 @@ def chrf_statistic(outputs: Sequence[str], references: Sequence[str]) -> Statist
     rows = [_chrf_row(*texts) for texts in zip(outputs, references, strict=True)]
 
     def score(sums: Floats) -> Floats:
-        said, known, matching = (sums[:, which::3] for which in range(3))
-        counted = ((said > 0) & (known > 0)).astype(np.float64)
+        written, expected, matching = (sums[:, column::3] for column in range(3))
+        counted = ((written > 0) & (expected > 0)).astype(np.float64)
         orders = counted.sum(axis=1)
-        precision = _quotient((_quotient(matching, said) * counted).sum(axis=1), orders)
-        recall = _quotient((_quotient(matching, known) * counted).sum(axis=1), orders)
+        precision = _quotient((_quotient(matching, written) * counted).sum(axis=1), orders)
+        recall = _quotient((_quotient(matching, expected) * counted).sum(axis=1), orders)
         return 100 * _quotient((1 + _CHRF_BETA**2) * precision * recall, _CHRF_BETA**2 * precision + recall)
 
     return Statistic(np.array(rows, np.float64).reshape(-1, 3 * CHRF_ORDERS), score)
 
 
-def rows_in_order(ids: Ids, parts: Sequence[tuple[Ids, Mapping[str, ArrayLike]]]) -> dict[str, list[float]]:
+def rows_in_order(ids: Ids, measured: Sequence[tuple[Ids, Mapping[str, ArrayLike]]]) -> dict[str, list[float]]:
     """Return the values of samples, which were measured in any order, in that of `ids`."""
-    places = {sample: place for place, sample in enumerate(one for part, _ in parts for one in part.tolist())}
+    places = {
+        sample: place
+        for place, sample in enumerate(sample_id for batch_ids, _ in measured for sample_id in batch_ids.tolist())
+    }
     order = [places[sample] for sample in ids.tolist()]
-    names = parts[0][1] if parts else ()
-    columns = {name: np.concatenate([np.asarray(values[name], np.float64) for _, values in parts]) for name in names}
+    names = measured[0][1] if measured else ()
+    columns = {name: np.concatenate([np.asarray(values[name], np.float64) for _, values in measured]) for name in names}
     return {name: column[order].tolist() for name, column in columns.items()}
 
 
@@ -128,9 +133,9 @@ def _chrf_row(output: str, reference: str) -> list[int]:
     row: list[int] = []
     texts = ["".join(text.split()) for text in (output, reference)]
     for order in range(1, CHRF_ORDERS + 1):
-        said, known = (Counter(text[at : at + order] for at in range(len(text) - order + 1)) for text in texts)
+        written, expected = (Counter(text[at : at + order] for at in range(len(text) - order + 1)) for text in texts)
         # SacreBLEU leaves out what has no reference of that length to match.
-        row += [said.total() if known else 0, known.total(), (said & known).total()]
+        row += [written.total() if expected else 0, expected.total(), (written & expected).total()]
     return row
 
 
@@ -138,7 +143,9 @@ def _columns(*columns: ArrayLike) -> Floats:
     return np.stack([np.asarray(column, np.float64) for column in columns], axis=1)
 
 
-def _quotient(parts: Floats, wholes: Floats) -> Floats:
+def _quotient(numerators: Floats, denominators: Floats) -> Floats:
     """Return 0 where the whole is 0."""
-    found: Floats = np.divide(parts, wholes, out=np.zeros(np.broadcast(parts, wholes).shape), where=wholes > 0)
-    return found
+    quotient: Floats = np.divide(
+        numerators, denominators, out=np.zeros(np.broadcast(numerators, denominators).shape), where=denominators > 0
+    )
+    return quotient

@@ -66,8 +66,8 @@ def english(number: int) -> str:
         return f"{_ENGLISH[hundreds - 1]} hundred" + (f" and {english(below)}" if below else "")
     if below < 20:
         return _ENGLISH[below - 1]
-    tens, ones = divmod(below, 10)
-    return _ENGLISH_TENS[tens - 2] + (f"-{_ENGLISH[ones - 1]}" if ones else "")
+    tens, units = divmod(below, 10)
+    return _ENGLISH_TENS[tens - 2] + (f"-{_ENGLISH[units - 1]}" if units else "")
 
 
 def german(number: int) -> str:
@@ -77,8 +77,8 @@ def german(number: int) -> str:
         return f"{head}hundert" + (german(below) if below else "")
     if below < 20:
         return _GERMAN[below - 1]
-    tens, ones = divmod(below, 10)
-    head = "" if not ones else "einund" if ones == 1 else f"{_GERMAN[ones - 1]}und"
+    tens, units = divmod(below, 10)
+    head = "" if not units else "einund" if units == 1 else f"{_GERMAN[units - 1]}und"
     return head + _GERMAN_TENS[tens - 2]
 
 

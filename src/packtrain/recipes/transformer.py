@@ -227,8 +227,8 @@ class Transformer(nn.Module):
             return loss(hidden_ND, labels_N)
         # Logits, their softmax and its gradient take 10 GB for 25,000 tokens of 32,000 pieces. A part's logits are
         # computed again for its gradient, and so exist for one part at a time.
-        parts = zip(torch.split(hidden_ND, rows), torch.split(labels_N, rows), strict=True)
-        losses = [checkpoint(loss, *part, use_reentrant=False, preserve_rng_state=False) for part in parts]
+        chunks = zip(torch.split(hidden_ND, rows), torch.split(labels_N, rows), strict=True)
+        losses = [checkpoint(loss, *chunk, use_reentrant=False, preserve_rng_state=False) for chunk in chunks]
         return torch.stack(losses).sum()
 
     def start(self, memory_BSD: Tensor) -> list[DecoderCache]:

@@ -11,19 +11,15 @@ from collections.abc import Sequence
 from typing import cast
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch.export import Dim
 
-from packtrain.recipes.graphs import OUTCOME, Graph, Input, outcome
+from packtrain.recipes.graphs import OUTCOME, Graph, Input, ModelPart, outcome
 from packtrain.recipes.transformer import DecoderLayer, Transformer
 
 
-class TextEncoder(nn.Module):
+class TextEncoder(ModelPart[Transformer]):
     """From the tokens of sources to the mask that hides padding, and keys and values for each decoder layer."""
-
-    def __init__(self, model: Transformer) -> None:
-        super().__init__()
-        self.model = model
 
     def forward(self, source_BS: Tensor) -> tuple[Tensor, ...]:
         memory_BSD, mask_B11S = self.model.encode(source_BS)
@@ -32,17 +28,13 @@ class TextEncoder(nn.Module):
         return mask_B11S, *(tensor for layer in layers for tensor in layer.memory_attention.project(memory_BSD))
 
 
-class TextDecoder(nn.Module):
+class TextDecoder(ModelPart[Transformer]):
     """From new tokens of hypotheses to what may follow them.
 
     One graph for both uses, so that the weights are there once: a step of a search has one new token for each
     hypothesis, a loss has all tokens of a target and nothing earlier. `places_N` are the predicted positions, counted
     through all rows. Caches of a layer are the keys and values of the memory, then those of earlier tokens.
     """
-
-    def __init__(self, model: Transformer) -> None:
-        super().__init__()
-        self.model = model
 
     def forward(
         self,
@@ -116,15 +108,15 @@ def _encoder(model: Transformer) -> Graph:
 
 
 def _decoder(model: Transformer) -> Graph:
-    sources, beam, length, new = Dim("sources"), Dim("beam"), Dim("length"), Dim("new")
+    sources, beam, length, new_tokens = Dim("sources"), Dim("beam"), Dim("length"), Dim("new")
     earlier, predicted = Dim("earlier"), Dim("predicted")
     heads, width = model.shape.heads, model.shape.width // model.shape.heads
     memory = Input(torch.zeros(2, heads, 4, width), {0: sources, 2: length})
     written = Input(torch.zeros(2, 3, heads, 6, width), {0: sources, 1: beam, 3: earlier})
     names = _layers(model, "memory_keys memory_values keys values")
     inputs = {
-        "tokens": Input(torch.full((2, 3, 5), model.vocabulary - 1), {0: sources, 1: beam, 2: new}),
-        "positions": Input(torch.arange(5), {0: new}),
+        "tokens": Input(torch.full((2, 3, 5), model.vocabulary - 1), {0: sources, 1: beam, 2: new_tokens}),
+        "positions": Input(torch.arange(5), {0: new_tokens}),
         "places": Input(torch.arange(7), {0: predicted}),
         "labels": Input(torch.zeros(7, dtype=torch.int64), {0: predicted}),
         "offsets": Input(torch.zeros(len(model.embedding.weight)), {}),

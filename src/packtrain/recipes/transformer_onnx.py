@@ -17,10 +17,10 @@ from numpy.typing import NDArray
 
 from packtrain.data.order import Ids
 from packtrain.pack.vocabulary import PAD
-from packtrain.recipes.onnx import Arrays, Session, forbidding, selected
+from packtrain.recipes.onnx import Arrays, OnnxSteps, Session, selected
 from packtrain.recipes.pairs import TextNetwork, group_by_length
 from packtrain.recipes.recipe import Decoding, Hypothesis
-from packtrain.recipes.search import Candidates, Floats, Steps, search
+from packtrain.recipes.search import search
 
 _SCORED_TOKENS = 1024  # positions whose logits are computed together: a vocabulary of 32,768 takes 130 MB for them
 _PLACES = 16  # of new caches; they double when they are full
@@ -79,29 +79,14 @@ def _empty_caches(decoder: Session, sources: int, beam: int, places: int) -> Arr
     }
 
 
-class OnnxTextSteps(Steps):
-    """The rows of a source are adjacent, and share its memory."""
-
+class OnnxTextSteps(OnnxSteps):
     def __init__(self, decoder: Session, memory: Arrays, beam: int, decoding: Decoding, vocabulary: int) -> None:
-        super().__init__(decoding)
-        self._decoder, self._memory, self._beam, self._vocabulary = decoder, memory, beam, vocabulary
+        super().__init__(decoder, memory, beam, decoding, vocabulary)
         self._caches = _empty_caches(decoder, len(memory["mask"]), beam, _PLACES)
-        self._offsets = forbidding(decoder, vocabulary)
-
-    def logits(self, written_RT: Ids) -> Floats:
-        [logits_RV] = self._step(written_RT, ["logits"])
-        return logits_RV[:, : self._vocabulary]
-
-    def candidates(self, written_RT: Ids, count: int) -> Candidates:
-        if self.penalizes or count > self._decoder.shapes["candidates"][1]:
-            return super().candidates(written_RT, count)
-        tokens_RC, scores_RC = self._step(written_RT, ["candidates", "candidate_scores"])
-        return Candidates(tokens_RC[:, :count], scores_RC[:, :count])
 
     def select(self, rows: Ids, same_sources: bool = False) -> None:
         if not same_sources:
-            sources = rows[:: self._beam] // self._beam
-            self._memory = {name: array[sources] for name, array in self._memory.items()}
+            self.select_memory(rows)
             self._caches = {name: selected(array, rows) for name, array in self._caches.items()}
             return
         # Most hypotheses continue in their own row: only those that moved are copied.
@@ -110,9 +95,11 @@ class OnnxTextSteps(Steps):
             flat = array.reshape(-1, *array.shape[2:])
             flat[moved] = flat[rows[moved]]
 
-    def _step(self, written_RT: Ids, outputs: list[str]) -> list[NDArray[Any]]:
+    def step(self, written_RT: Ids, outputs: list[str]) -> list[NDArray[Any]]:
         rows, position = len(written_RT), written_RT.shape[1] - 1
-        self._make_space(position)
+        for name, array in self._caches.items():
+            if position == array.shape[3]:  # full
+                self._caches[name] = np.concatenate([array, np.zeros_like(array)], axis=3)
         places = next(iter(self._caches.values())).shape[3]
         inputs = {
             "tokens": written_RT[:, -1:].reshape(-1, self._beam, 1),
@@ -123,12 +110,7 @@ class OnnxTextSteps(Steps):
             "is_written": np.arange(places) < position,
         }
         added = [f"new_{name}" for name in self._caches]
-        found = self._decoder([*outputs, *added], inputs | self._memory | self._caches)
-        for array, new in zip(self._caches.values(), found[len(outputs) :], strict=True):
-            array[:, :, :, position] = new[:, :, :, 0]
-        return found[: len(outputs)]
-
-    def _make_space(self, position: int) -> None:
-        for name, array in self._caches.items():
-            if position == array.shape[3]:
-                self._caches[name] = np.concatenate([array, np.zeros_like(array)], axis=3)
+        arrays = self._decoder([*outputs, *added], inputs | self._memory | self._caches)
+        for array, new_column in zip(self._caches.values(), arrays[len(outputs) :], strict=True):
+            array[:, :, :, position] = new_column[:, :, :, 0]
+        return arrays[: len(outputs)]

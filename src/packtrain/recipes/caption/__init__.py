@@ -255,10 +255,12 @@ class Caption(ImageRecipe[CaptionBatches]):
 
     def batch(self, ids: Ids, epoch: int, repeats: Ids | None = None) -> dict[str, NDArray[Any]]:
         train = self.job.train
-        now = train.in_epoch(epoch)
-        pixels = self.copies.batches("train", now.size).random(ids, train.seed, epoch, now.size, now.min_scale, repeats)
+        settings = train.in_epoch(epoch)
+        pixels = self.copies.batches("train", settings.size).random(
+            ids, train.seed, epoch, settings.size, settings.min_scale, repeats
+        )
         numbered = zip(ids.tolist(), np.zeros_like(ids) if repeats is None else repeats, strict=True)
-        tokens = _padded([self._choose_caption(one, epoch, int(n)) for one, n in numbered])
+        tokens = _padded([self._choose_caption(sample, epoch, int(repeat)) for sample, repeat in numbered])
         lengths = (tokens[:, 1:] != PAD).sum(axis=1)
         unfinished = (lengths[:, None] > np.arange(tokens.shape[1] - 1)).sum(axis=0)
         return {"pixels": pixels, "tokens": tokens, "unfinished": unfinished}
@@ -279,7 +281,7 @@ class Caption(ImageRecipe[CaptionBatches]):
         # A token keeps its logits, and for every position what the attention adds up there.
         positions = max(1, pixels // encoder.total_stride) ** 2
         token = LOGITS_HELD * padded + 2 * positions * shape.attention + 2 * channels + 2 * gates * width
-        kept = 4.0 * (_USUAL_TOKENS * token + positions * (channels + shape.attention))
+        held = 4.0 * (_USUAL_TOKENS * token + positions * (channels + shape.attention))
         is_frozen = shape.is_frozen(0)
         forward = resnet_size(encoder, pixels, 0).flops
         return replace(
@@ -287,9 +289,9 @@ class Caption(ImageRecipe[CaptionBatches]):
             parameters=size.parameters + decoder,
             trained=size.trained + decoder,
             flops=(forward if is_frozen else size.flops) + 2.0 * PASSES * _USUAL_TOKENS * decoder,
-            activation_bytes=size.activation_bytes + kept,
+            activation_bytes=size.activation_bytes + held,
             block_flops=0.0 if is_frozen else size.block_flops,
-            checkpointed_bytes=size.checkpointed_bytes + kept,
+            checkpointed_bytes=size.checkpointed_bytes + held,
         )
 
     @property
@@ -305,8 +307,8 @@ class Caption(ImageRecipe[CaptionBatches]):
         if not (shape := self._shape).is_pretrained:
             return {}
         path = self.pack.given_file(shape.weights)
-        found = load_pretrained(path, ENCODERS[shape.encoder], None, shape.pixels)
-        return {f"encoder.{name}": tensor for name, tensor in found.items()}
+        weights = load_pretrained(path, ENCODERS[shape.encoder], None, shape.pixels)
+        return {f"encoder.{name}": tensor for name, tensor in weights.items()}
 
     def prepare(self, epoch: int, model: nn.Module) -> None:
         _captioner(model).encoder_is_frozen = self._shape.is_frozen(epoch)
@@ -327,45 +329,49 @@ class Caption(ImageRecipe[CaptionBatches]):
     def measure(self, model: nn.Module | Network, request: EvaluationRequest) -> Measurement:
         network = _network(model)
         loss, tokens, none = 0.0, 0, np.zeros(0, np.int64)
-        parts: list[tuple[Ids, dict[str, NDArray[Any]]]] = []
+        measured: list[tuple[Ids, dict[str, NDArray[Any]]]] = []
         outputs: list[str] = []
         shown: dict[int, Sample] = {}
-        for part, encoded in self._encode(network, request, request.ids):
-            rows = [self._captions(request.split, sample) for sample in part.tolist()]
-            captions = _padded([row for own in rows for row in own])
-            images = np.repeat(np.arange(len(part)), [len(own) for own in rows])
+        for batch_ids, encoded in self._encode(network, request, request.ids):
+            rows = [self._captions(request.split, sample) for sample in batch_ids.tolist()]
+            captions = _padded([row for captions_of_image in rows for row in captions_of_image])
+            images = np.repeat(np.arange(len(batch_ids)), [len(captions_of_image) for captions_of_image in rows])
             losses = network.losses(encoded, images, captions)
             lengths = (captions[:, 1:] != PAD).sum(axis=1)
             loss += float(losses.sum())
             tokens += int(lengths.sum())
-            own = {name: np.bincount(images, values) for name, values in (("loss", losses), ("tokens", lengths))}
-            parts.append((part, own))
-        for part, encoded in self._encode(network, request, request.decode_ids):
-            found = network.search(encoded, request.beam)
-            outputs += self.pack.vocabulary.decode([best.tokens for best, *_ in found])
+            sums_by_image = {
+                name: np.bincount(images, values) for name, values in (("loss", losses), ("tokens", lengths))
+            }
+            measured.append((batch_ids, sums_by_image))
+        for batch_ids, encoded in self._encode(network, request, request.decode_ids):
+            hypotheses = network.search(encoded, request.beam)
+            outputs += self.pack.vocabulary.decode([best.tokens for best, *_ in hypotheses])
             for number in np.flatnonzero(
-                np.isin(part, none if request.show_ids is None else request.show_ids)
+                np.isin(batch_ids, none if request.show_ids is None else request.show_ids)
             ).tolist():
-                attention = network.attention(encoded, number, found[number][0].tokens)
-                shown[int(part[number])] = self._sample(request.split, int(part[number]), found[number][0], attention)
-        by_sample = rows_in_order(request.ids, parts) if request.by_sample else {}
+                attention = network.attention(encoded, number, hypotheses[number][0].tokens)
+                shown[int(batch_ids[number])] = self._sample(
+                    request.split, int(batch_ids[number]), hypotheses[number][0], attention
+                )
+        by_sample = rows_in_order(request.ids, measured) if request.by_sample else {}
         samples, pictures = self.pictured(request.split, self.job.train.in_epoch(request.epoch).size, shown)
         sums = {"loss": loss, "tokens": float(tokens), "samples": float(len(request.ids))}
         return Measurement(sums, outputs, by_sample, samples, pictures)
 
-    def _sample(self, split: str, number: int, found: Hypothesis, attention: NDArray[np.float32]) -> Sample:
+    def _sample(self, split: str, number: int, caption: Hypothesis, attention: NDArray[np.float32]) -> Sample:
         """Return an image's captions and, for each word of the model's, where the model looked."""
         from packtrain.recipes.caption.attention import attention_by_word, grid_of
 
         decode = self.pack.vocabulary.decode
         references = decode([row.tolist() for row in self._captions(split, number)])
-        by_word = attention_by_word(self.pack.vocabulary, found.tokens, attention)
-        grids = [grid_of(one.map) for one in by_word]
+        by_word = attention_by_word(self.pack.vocabulary, caption.tokens, attention)
+        grids = [grid_of(word.map) for word in by_word]
         return Sample(
             f"{split} image {number}",
             " / ".join(references),
-            decode([found.tokens])[0],
-            words=tuple(one.word for one in by_word),
+            decode([caption.tokens])[0],
+            words=tuple(word.word for word in by_word),
             attention=tuple(base64.b64encode(grid.tobytes()).decode() for grid in grids),
             attention_shape=next(((grid.shape[0], grid.shape[1]) for grid in grids), None),
         )
@@ -376,33 +382,33 @@ class Caption(ImageRecipe[CaptionBatches]):
         size = self.job.train.in_epoch(request.epoch).size
         for start in range(0, len(ids), _EVALUATION_BATCH):
             request.on_batch()
-            part = ids[start : start + _EVALUATION_BATCH]
-            yield part, network.encode(self.evaluated(request.split, part, size))
+            batch_ids = ids[start : start + _EVALUATION_BATCH]
+            yield batch_ids, network.encode(self.evaluated(request.split, batch_ids, size))
 
     def evaluated(self, split: str, ids: Ids, size: int) -> Pixels:
         return self.copies.batches(split, size).whole(ids, size)
 
     def score(self, split: str, decode_ids: Ids, parts: Sequence[Measurement]) -> Scores:
         """Each source of a mix has scores of its own besides: those of a mix say little about its parts."""
-        tokens = sum(part.sums["tokens"] for part in parts)
-        values = {"loss": sum(part.sums["loss"] for part in parts) / max(1.0, tokens)}
-        outputs = [output for part in parts for output in part.outputs]
-        counts = {"loss": int(sum(part.sums["samples"] for part in parts))}
+        tokens = sum(measured.sums["tokens"] for measured in parts)
+        values = {"loss": sum(measured.sums["loss"] for measured in parts) / max(1.0, tokens)}
+        outputs = [output for measured in parts for output in measured.outputs]
+        counts = {"loss": int(sum(measured.sums["samples"] for measured in parts))}
         if not outputs:
             return Scores(values, counts=counts)
-        known = self.references(split)
-        references = [known.texts[sample] for sample in decode_ids.tolist()]
+        truth = self.references(split)
+        references = [truth.texts[sample] for sample in decode_ids.tolist()]
         values |= {f"bleu{order}": score for order, score in enumerate(bleu(outputs, references), 1)}
-        values["cider"] = known.cider.score(outputs, references)
+        values["cider"] = truth.cider.score(outputs, references)
         counts |= {name: len(outputs) for name in values if name not in counts}
-        for name, (samples_of_source, cider) in known.by_source.items():
+        for name, (samples_of_source, cider) in truth.by_source.items():
             chosen = [at for at, sample in enumerate(decode_ids.tolist()) if sample in samples_of_source]
             if chosen:
-                own = [outputs[at] for at in chosen], [references[at] for at in chosen]
-                values[f"bleu4_{name}"] = bleu(*own)[-1]
-                values[f"cider_{name}"] = cider.score(*own)
+                chosen_texts = [outputs[at] for at in chosen], [references[at] for at in chosen]
+                values[f"bleu4_{name}"] = bleu(*chosen_texts)[-1]
+                values[f"cider_{name}"] = cider.score(*chosen_texts)
                 counts |= {f"bleu4_{name}": len(chosen), f"cider_{name}": len(chosen)}
-        shown = {number: one for part in parts for number, one in part.samples.items()}
+        shown = {number: sample for measured in parts for number, sample in measured.samples.items()}
         samples = tuple(shown[number] for number in sorted(shown)) or tuple(
             Sample(f"{split} image {sample}", " / ".join(texts), output)
             for sample, texts, output in zip(decode_ids[:SHOWN_SAMPLES].tolist(), references, outputs, strict=False)
@@ -410,20 +416,20 @@ class Caption(ImageRecipe[CaptionBatches]):
         return Scores(values, {"bleu4": BLEU_SIGNATURE, "cider": CIDER_SIGNATURE}, samples, counts)
 
     def statistics(self, split: str, ids: Ids, measured: Measurement) -> dict[str, Statistic]:
-        rows, outputs, known = measured.rows, measured.outputs, self.references(split)
-        references = [known.texts[sample] for sample in ids.tolist()]
+        rows, outputs, truth = measured.rows, measured.outputs, self.references(split)
+        references = [truth.texts[sample] for sample in ids.tolist()]
         counts = bleu_counts(outputs, references)
-        found = {f"bleu{order}": bleu_statistic(counts, order, smooth=False) for order in range(1, ORDERS + 1)}
-        found["loss"] = ratio(rows["loss"], rows["tokens"])
-        found["cider"] = mean([known.cider.score_of(*texts) for texts in zip(outputs, references, strict=True)])
-        for name, (samples_of_source, cider) in known.by_source.items():
+        by_name = {f"bleu{order}": bleu_statistic(counts, order, smooth=False) for order in range(1, ORDERS + 1)}
+        by_name["loss"] = ratio(rows["loss"], rows["tokens"])
+        by_name["cider"] = mean([truth.cider.score_of(*texts) for texts in zip(outputs, references, strict=True)])
+        for name, (samples_of_source, cider) in truth.by_source.items():
             # A resample has any number of samples of a source: those of others count nothing.
             mine = np.array([sample in samples_of_source for sample in ids.tolist()])
-            found[f"bleu4_{name}"] = bleu_statistic(counts * mine[:, None], smooth=False)
+            by_name[f"bleu4_{name}"] = bleu_statistic(counts * mine[:, None], smooth=False)
             texts = zip(mine, outputs, references, strict=True)
-            scores = [cider.score_of(output, own) if is_mine else 0.0 for is_mine, output, own in texts]
-            found[f"cider_{name}"] = ratio(scores, mine)
-        return found
+            scores = [cider.score_of(output, captions) if is_mine else 0.0 for is_mine, output, captions in texts]
+            by_name[f"cider_{name}"] = ratio(scores, mine)
+        return by_name
 
     def sample_records(self, split: str, ids: Ids, measured: Measurement) -> Iterator[dict[str, Any]]:
         texts = self.references(split).texts
@@ -434,10 +440,10 @@ class Caption(ImageRecipe[CaptionBatches]):
         """Return the captions of a whole split, however few of its samples are decoded."""
         if split not in self._references:
             rows = [self._captions(split, sample) for sample in range(self.count(split))]
-            decoded = iter(self.pack.vocabulary.decode([row.tolist() for own in rows for row in own]))
-            texts = [[next(decoded) for _ in own] for own in rows]
+            decoded = iter(self.pack.vocabulary.decode([row.tolist() for captions in rows for row in captions]))
+            texts = [[next(decoded) for _ in captions] for captions in rows]
             ranges = self._ranges_by_source(split)
-            ciders = [Cider(texts[part.start : part.stop]) for part in ranges.values()]
+            ciders = [Cider(texts[samples.start : samples.stop]) for samples in ranges.values()]
             by_source = dict(zip(ranges, zip(ranges.values(), ciders, strict=True), strict=True))
             cider = Cider.joined(ciders) if ranges else Cider(texts)
             self._references[split] = CaptionReferences(texts, cider, by_source)
@@ -472,29 +478,33 @@ class Caption(ImageRecipe[CaptionBatches]):
         images = self.read_all(inputs)
         predictions: list[Prediction] = []
         for start in range(0, len(images), _EVALUATION_BATCH):
-            part = images[start : start + _EVALUATION_BATCH]
-            pixels = in_threads(lambda image: resize(_whole(image), size, size), part, num_threads())
+            batch = images[start : start + _EVALUATION_BATCH]
+            pixels = in_threads(lambda image: resize(_all_pixels(image), size, size), batch, num_threads())
             encoded = network.encode(np.stack(list(pixels)))
-            found = network.search(encoded, decoding.beam, decoding.n_best)
-            for number, (image, own) in enumerate(zip(part, found, strict=True)):
-                attention = network.attention(encoded, number, own[0].tokens)
-                predictions.append(self._prediction(image, own, attention))
+            hypotheses = network.search(encoded, decoding.beam, decoding.n_best)
+            for number, (image, captions) in enumerate(zip(batch, hypotheses, strict=True)):
+                attention = network.attention(encoded, number, captions[0].tokens)
+                predictions.append(self._prediction(image, captions, attention))
         return predictions
 
-    def _prediction(self, image: Tiled, found: Sequence[Hypothesis], attention: NDArray[np.float32]) -> Prediction:
+    def _prediction(self, image: Tiled, captions: Sequence[Hypothesis], attention: NDArray[np.float32]) -> Prediction:
         from packtrain.recipes.caption.attention import attention_by_word, draw_attention
 
         vocabulary = self.pack.vocabulary
-        made = text_prediction(vocabulary.decode([one.tokens for one in found]), [one.score for one in found])
-        words = attention_by_word(vocabulary, found[0].tokens, attention)
-        details = {"words": [{"word": one.word, "attention": one.map.round(4).tolist()} for one in words]}
+        written = text_prediction(
+            vocabulary.decode([caption.tokens for caption in captions]), [caption.score for caption in captions]
+        )
+        words = attention_by_word(vocabulary, captions[0].tokens, attention)
+        details = {"words": [{"word": word.word, "attention": word.map.round(4).tolist()} for word in words]}
         # It is drawn only if somebody asks for it: pixels are large, and drawing takes longer than the caption.
         return Prediction(
-            made.text, made.details | details, draw_map=lambda: draw_attention(_whole(image), made.text, words)
+            written.text,
+            written.details | details,
+            draw_map=lambda: draw_attention(_all_pixels(image), written.text, words),
         )
 
 
-def _whole(image: Tiled) -> Pixels:
+def _all_pixels(image: Tiled) -> Pixels:
     return decode_box(image, Box(0, 0, image.width, image.height))
 
 

@@ -47,12 +47,12 @@ def attention_by_word(vocabulary: Vocabulary, tokens: Sequence[int], maps: Map) 
     for at in reversed(range(len(tokens) - 1)):
         if not pieces[at]:
             numbers[at] = numbers[at + 1]
-    found = np.array(numbers, np.int64)
-    said = split_words(texts[-1]) if texts else []
+    word_numbers = np.array(numbers, np.int64)
+    words = split_words(texts[-1]) if texts else []
     return [
-        WordAttention(word, maps[found == number].mean(0))
-        for number, word in enumerate(said, 1)
-        if (found == number).any()
+        WordAttention(word, maps[word_numbers == number].mean(0))
+        for number, word in enumerate(words, 1)
+        if (word_numbers == number).any()
     ]
 
 
@@ -82,16 +82,16 @@ def draw_attention(pixels: Pixels, caption: str, attention: Sequence[WordAttenti
     draw = ImageDraw.Draw(sheet)
     for number, line in enumerate(lines):
         draw.text((_MARGIN, _MARGIN + number * (_HEADING + 8)), line, _INK, heading)
-    titles = [("image", _PALE), *((one.word, _INK) for one in attention)]
-    shown = [image, *(overlay(image, one.map) for one in attention)]
+    titles = [("image", _PALE), *((word.word, _INK) for word in attention)]
+    shown = [image, *(overlay(image, word.map) for word in attention)]
     for number, ((title, color), panel) in enumerate(zip(titles, shown, strict=True)):
-        left, upper = _MARGIN + number % columns * across, top + number // columns * down
+        across_at, upper = _MARGIN + number % columns * across, top + number // columns * down
         font = _font(17)
-        draw.text((left, upper + 2), _shortened(title, font, across - _GAP), color, font)
-        sheet.paste(panel, (left, upper + _TITLE), _rounded(panel.size))
+        draw.text((across_at, upper + 2), _shortened(title, font, across - _GAP), color, font)
+        sheet.paste(panel, (across_at, upper + _TITLE), _rounded(panel.size))
         if number == 0:  # a white image would have no visible edge on white
-            right, lower = left + panel.width - 1, upper + _TITLE + panel.height - 1
-            draw.rounded_rectangle((left, upper + _TITLE, right, lower), _CORNER, outline=_EDGE)
+            right, lower = across_at + panel.width - 1, upper + _TITLE + panel.height - 1
+            draw.rounded_rectangle((across_at, upper + _TITLE, right, lower), _CORNER, outline=_EDGE)
     file = io.BytesIO()
     sheet.save(file, "PNG", optimize=True)
     return file.getvalue()
@@ -107,14 +107,14 @@ def _fitted(pixels: Pixels) -> Image.Image:
 
 def overlay(image: Image.Image, attention: Map) -> Image.Image:
     """Return the image in gray under a heat map; the brightest color marks the most attention of this map."""
-    least, most = float(attention.min()), float(attention.max())
-    scaled = (attention - least) / max(most - least, 1e-9)
+    lowest, highest = float(attention.min()), float(attention.max())
+    scaled = (attention - lowest) / max(highest - lowest, 1e-9)
     heat = Image.fromarray(scaled.astype(np.float32)).resize(image.size, Image.Resampling.BICUBIC)
     share = np.clip(np.asarray(heat, np.float64), 0, 1)
     at = share * (len(_HEAT) - 1)
     below = np.minimum(at.astype(np.int64), len(_HEAT) - 2)
-    part = (at - below)[..., None]
-    colors = _HEAT[below] * (1 - part) + _HEAT[below + 1] * part
+    fraction = (at - below)[..., None]
+    colors = _HEAT[below] * (1 - fraction) + _HEAT[below + 1] * fraction
     gray = np.asarray(image.convert("L").convert("RGB"), np.float64)
     density = (_MAX_ALPHA + (_MIN_ALPHA - _MAX_ALPHA) * share)[..., None]
     return Image.fromarray((gray * (1 - density) + colors * density).round().astype(np.uint8))

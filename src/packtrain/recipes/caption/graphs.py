@@ -11,28 +11,20 @@ from torch import Tensor, nn
 from torch.export import Dim
 
 from packtrain.recipes.caption.model import Captioner
-from packtrain.recipes.graphs import OUTCOME, Graph, Input, outcome
+from packtrain.recipes.graphs import OUTCOME, Graph, Input, ModelPart, outcome
 from packtrain.recipes.resnet import example_pixels
 
 
-class ImageEncoder(nn.Module):
+class ImageEncoder(ModelPart[Captioner]):
     """From bytes to features, the keys of the attention, and the state before the first token."""
-
-    def __init__(self, model: Captioner) -> None:
-        super().__init__()
-        self.model = model
 
     def forward(self, pixels: Tensor) -> tuple[Tensor, ...]:
         encoded = self.model.encode(pixels)
         return encoded.features, encoded.keys, self.model.start(encoded)
 
 
-class CaptionDecoder(nn.Module):
+class CaptionDecoder(ModelPart[Captioner]):
     """From the last token of each hypothesis to what may follow it, the next state, and the attention."""
-
-    def __init__(self, model: Captioner) -> None:
-        super().__init__()
-        self.model = model
 
     def forward(
         self,

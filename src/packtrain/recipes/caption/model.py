@@ -151,7 +151,7 @@ class Captioner(nn.Module):
         blank = nothing.features.new_zeros(1, *nothing.features.shape[1:])
         encoded = EncodedImages(torch.cat([nothing.features, blank]), torch.cat([nothing.keys, self.key(blank)]))
         forced = self.teacher_force(encoded, sort_captions(torch.tensor([[BOS, EOS]])))
-        return TeacherForced(*(one[:0].clone() for one in forced))  # with FSDP, torch warns about views
+        return TeacherForced(*(output[:0].clone() for output in forced))  # with FSDP, torch warns about views
 
     def teacher_force(self, encoded: EncodedImages, captions: SortedCaptions) -> TeacherForced:
         """Run through given captions. Finished captions leave the batch, so that padding costs no time."""
@@ -207,9 +207,9 @@ class TorchCaptioner(CaptionNetwork[EncodedImages]):
     def losses(self, encoded: EncodedImages, images: Ids, captions: NDArray[np.int64]) -> NDArray[np.float64]:
         ordered = sort_captions(torch.from_numpy(captions))
         forced = self._model.teacher_force(encoded.select(torch.from_numpy(images).to(self._device)), ordered)
-        each = F.cross_entropy(forced.logits.float(), forced.labels, reduction="none")
+        token_losses = F.cross_entropy(forced.logits.float(), forced.labels, reduction="none")
         rows = np.concatenate([ordered.order[:count].numpy() for count in ordered.unfinished])
-        return sums_by_row(rows, each, len(captions))
+        return sums_by_row(rows, token_losses, len(captions))
 
     @torch.inference_mode()
     def attention(self, encoded: EncodedImages, image: int, tokens: Sequence[int]) -> NDArray[np.float32]:
@@ -220,8 +220,8 @@ class TorchCaptioner(CaptionNetwork[EncodedImages]):
             maps.append(attention_BP[0])
         positions = encoded.keys.shape[1]
         side = math.isqrt(positions)
-        found = torch.stack(maps) if maps else encoded.keys.new_zeros(0, positions)
-        return found.float().cpu().numpy().reshape(len(tokens), side, side)
+        attention_TP = torch.stack(maps) if maps else encoded.keys.new_zeros(0, positions)
+        return attention_TP.float().cpu().numpy().reshape(len(tokens), side, side)
 
 
 class TorchCaptionSteps(Steps):
@@ -236,10 +236,10 @@ class TorchCaptionSteps(Steps):
         return likely_on_device(self._logits(written_RT), count)
 
     def select(self, rows: Ids, same_sources: bool = False) -> None:
-        kept = torch.from_numpy(rows).to(self._state.device)
-        self._state = self._state[kept]
+        places = torch.from_numpy(rows).to(self._state.device)
+        self._state = self._state[places]
         if not same_sources:
-            self._encoded = self._encoded.select(kept)
+            self._encoded = self._encoded.select(places)
 
     def _logits(self, written_RT: Ids) -> Tensor:
         last = torch.from_numpy(written_RT[:, -1].copy()).to(self._state.device)

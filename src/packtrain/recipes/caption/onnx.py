@@ -18,9 +18,9 @@ from packtrain.data.order import Ids
 from packtrain.pack.tiles import Pixels
 from packtrain.pack.vocabulary import BOS, PAD
 from packtrain.recipes.caption import MAX_CAPTION_TOKENS, CaptionNetwork
-from packtrain.recipes.onnx import Arrays, Session, forbidding, selected
+from packtrain.recipes.onnx import Arrays, OnnxSteps, Session, selected
 from packtrain.recipes.recipe import Decoding, Hypothesis
-from packtrain.recipes.search import Candidates, Floats, Steps, narrowing_search
+from packtrain.recipes.search import narrowing_search
 
 
 @dataclass(frozen=True)
@@ -57,16 +57,16 @@ class OnnxCaptioner(CaptionNetwork[EncodedArrays]):
         state, losses = rows.state[:, None], np.zeros(len(captions))
         offsets = np.zeros(self._decoder.shapes["offsets"], np.float32)
         for position in range(int(lengths.max(initial=0))):
-            left = int((lengths > position).sum())
+            unfinished = int((lengths > position).sum())
             inputs = {
-                "tokens": captions[:left, position : position + 1],
-                "labels": captions[:left, position + 1],
+                "tokens": captions[:unfinished, position : position + 1],
+                "labels": captions[:unfinished, position + 1],
                 "offsets": offsets,
-                "state": state[:left],
+                "state": state[:unfinished],
             }
-            memory = rows.select(slice(left)).memory
+            memory = rows.select(slice(unfinished)).memory
             scores, state = self._decoder(["label_scores", "next_state"], inputs | memory)
-            losses[order[:left]] -= scores
+            losses[order[:unfinished]] -= scores
         return losses
 
     def attention(self, encoded: EncodedArrays, image: int, tokens: Sequence[int]) -> NDArray[np.float32]:
@@ -81,30 +81,15 @@ class OnnxCaptioner(CaptionNetwork[EncodedArrays]):
         return maps.reshape(len(tokens), side, side)
 
 
-class OnnxCaptionSteps(Steps):
-    """The rows of an image are adjacent, and share its features."""
-
+class OnnxCaptionSteps(OnnxSteps):
     def __init__(self, decoder: Session, encoded: EncodedArrays, beam: int, vocabulary: int) -> None:
-        super().__init__(Decoding())
-        self._decoder, self._memory, self._beam, self._vocabulary = decoder, encoded.memory, beam, vocabulary
+        super().__init__(decoder, encoded.memory, beam, Decoding(), vocabulary)
         self._state = encoded.state[:, None].repeat(beam, axis=1)
-        self._offsets = forbidding(decoder, vocabulary)
-
-    def logits(self, written_RT: Ids) -> Floats:
-        [logits_RV] = self.step(written_RT, ["logits"])
-        return logits_RV[:, : self._vocabulary]
-
-    def candidates(self, written_RT: Ids, count: int) -> Candidates:
-        if count > self._decoder.shapes["candidates"][1]:
-            return super().candidates(written_RT, count)
-        tokens_RC, scores_RC = self.step(written_RT, ["candidates", "candidate_scores"])
-        return Candidates(tokens_RC[:, :count], scores_RC[:, :count])
 
     def select(self, rows: Ids, same_sources: bool = False) -> None:
         self._state = selected(self._state, rows)
         if not same_sources:
-            sources = rows[:: self._beam] // self._beam
-            self._memory = {name: array[sources] for name, array in self._memory.items()}
+            self.select_memory(rows)
 
     def step(self, written_RT: Ids, outputs: list[str]) -> list[NDArray[Any]]:
         inputs: Arrays = {
@@ -113,5 +98,5 @@ class OnnxCaptionSteps(Steps):
             "offsets": self._offsets,
             "state": self._state,
         }
-        *found, self._state = self._decoder([*outputs, "next_state"], inputs | self._memory)
-        return found
+        *arrays, self._state = self._decoder([*outputs, "next_state"], inputs | self._memory)
+        return arrays

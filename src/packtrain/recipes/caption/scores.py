@@ -31,8 +31,8 @@ def words(text: str) -> list[str]:
     their own: man's is man 's, isn't is is n't, cannot is can not. Unlike there, `$`, `%` and `&` are not words, and
     abbreviations lose their dots. Every letter of a script without spaces, such as Chinese, is a word.
     """
-    found = _WORD.findall(spaced(text).lower().replace("\u2019", "'"))
-    return [part for word in found for part in _BEFORE_CLITIC.split(word)]
+    pieces = _WORD.findall(spaced(text).lower().replace("\u2019", "'"))
+    return [token for word in pieces for token in _BEFORE_CLITIC.split(word)]
 
 
 def bleu(outputs: Sequence[str], references: Sequence[Sequence[str]]) -> tuple[float, ...]:
@@ -41,20 +41,23 @@ def bleu(outputs: Sequence[str], references: Sequence[Sequence[str]]) -> tuple[f
 
     if not outputs:
         return (0.0,) * ORDERS
-    said, known = _spelled(outputs), [_spelled(texts) for texts in references]
+    spelled, spelled_references = _spelled(outputs), [_spelled(texts) for texts in references]
     # SacreBLEU wants equally many references for every output; repeating one changes neither counts nor lengths.
-    streams = [[texts[min(at, len(texts) - 1)] for texts in known] for at in range(max(map(len, known)))]
-    found = BLEU(tokenize="none", smooth_method="none", max_ngram_order=ORDERS).corpus_score(said, streams)
+    streams = [
+        [texts[min(at, len(texts) - 1)] for texts in spelled_references]
+        for at in range(max(map(len, spelled_references)))
+    ]
+    counted = BLEU(tokenize="none", smooth_method="none", max_ngram_order=ORDERS).corpus_score(spelled, streams)
     return tuple(
-        BLEU.compute_bleu(found.counts, found.totals, found.sys_len, found.ref_len, max_ngram_order=order).score
+        BLEU.compute_bleu(counted.counts, counted.totals, counted.sys_len, counted.ref_len, max_ngram_order=order).score
         for order in range(1, ORDERS + 1)
     )
 
 
 def bleu_counts(outputs: Sequence[str], references: Sequence[Sequence[str]]) -> Floats:
     """Return the row of each output that BLEU is computed from (recipes/statistics.py)."""
-    said, known = _spelled(outputs), [_spelled(texts) for texts in references]
-    return bleu_rows(said, known, tokenize="none")
+    spelled, spelled_references = _spelled(outputs), [_spelled(texts) for texts in references]
+    return bleu_rows(spelled, spelled_references, tokenize="none")
 
 
 def _spelled(texts: Sequence[str]) -> list[str]:
@@ -83,36 +86,38 @@ class Cider:
         self._having: Counter[Ngram] = Counter()
         for references in corpus:
             self._images += 1
-            said = [words(text) for text in references]
-            self._having.update({one for text in said for order in range(ORDERS) for one in ngrams(text, order + 1)})
+            sentences = [words(text) for text in references]
+            self._having.update(
+                {ngram for sentence in sentences for order in range(ORDERS) for ngram in ngrams(sentence, order + 1)}
+            )
 
     @classmethod
-    def joined(cls, parts: Iterable[Cider]) -> Cider:
+    def joined(cls, ciders: Iterable[Cider]) -> Cider:
         """Return the CIDEr of the references of all parts together."""
-        whole = cls(())
-        for part in parts:
-            whole._images += part._images
-            whole._having.update(part._having)
-        return whole
+        union = cls(())
+        for cider in ciders:
+            union._images += cider._images
+            union._having.update(cider._having)
+        return union
 
     def score(self, outputs: Sequence[str], references: Sequence[Sequence[str]]) -> float:
         """Return the mean over all outputs, or 0 if there are none."""
-        scores = [self.score_of(output, known) for output, known in zip(outputs, references, strict=True)]
+        scores = [self.score_of(output, texts) for output, texts in zip(outputs, references, strict=True)]
         return sum(scores) / len(scores) if scores else 0.0
 
     def score_of(self, output: str, references: Sequence[str]) -> float:
-        said = self._sentence(output)
-        similarities = [_similarity(said, self._sentence(text)) for text in references]
+        sentence = self._sentence(output)
+        similarities = [_similarity(sentence, self._sentence(text)) for text in references]
         return 100 * 10 * sum(similarities) / len(similarities)
 
     def _sentence(self, text: str) -> _Sentence:
-        said = words(text)
+        sentence = words(text)
         vectors = tuple(
-            {one: count * self._weight(one) for one, count in ngrams(said, order + 1).items()}
+            {ngram: count * self._weight(ngram) for ngram, count in ngrams(sentence, order + 1).items()}
             for order in range(ORDERS)
         )
         norms = tuple(math.hypot(*vector.values()) for vector in vectors)
-        return _Sentence(vectors, norms, len(said))
+        return _Sentence(vectors, norms, len(sentence))
 
     def _weight(self, ngram: Ngram) -> float:
         # The inverse document frequency; an n-gram that no reference has counts as if one image had it.
@@ -123,11 +128,15 @@ def ngrams(sentence: Sequence[str], length: int) -> Counter[Ngram]:
     return Counter(tuple(sentence[at : at + length]) for at in range(len(sentence) - length + 1))
 
 
-def _similarity(said: _Sentence, known: _Sentence) -> float:
-    penalty = math.exp(-((said.length - known.length) ** 2) / (2 * SIGMA**2))
+def _similarity(output: _Sentence, reference: _Sentence) -> float:
+    penalty = math.exp(-((output.length - reference.length) ** 2) / (2 * SIGMA**2))
     total = 0.0
-    for ours, theirs, our_norm, their_norm in zip(said.vectors, known.vectors, said.norms, known.norms, strict=True):
+    for ours, theirs, our_norm, their_norm in zip(
+        output.vectors, reference.vectors, output.norms, reference.norms, strict=True
+    ):
         if our_norm and their_norm:
-            clipped = sum(min(weight, theirs.get(one, 0.0)) * theirs.get(one, 0.0) for one, weight in ours.items())
+            clipped = sum(
+                min(weight, theirs.get(ngram, 0.0)) * theirs.get(ngram, 0.0) for ngram, weight in ours.items()
+            )
             total += penalty * clipped / (our_norm * their_norm)
     return total / ORDERS

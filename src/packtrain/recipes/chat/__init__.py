@@ -82,8 +82,8 @@ class Chat(PairRecipe, Conversational):
     def size(cls, job: Job, vocabulary: int, classes: int) -> ModelSize:
         shape, size = cls.shape_of(job), super().size(job, vocabulary, classes)
         # Positions that are learned, and a softmax with weights of its own.
-        more = (shape.prompt + shape.reply) * shape.width + padded_to_8(vocabulary) * (shape.width + 1)
-        return replace(size, parameters=size.parameters + more, trained=size.trained + more)
+        extra_weights = (shape.prompt + shape.reply) * shape.width + padded_to_8(vocabulary) * (shape.width + 1)
+        return replace(size, parameters=size.parameters + extra_weights, trained=size.trained + extra_weights)
 
     def build_model(self) -> nn.Module:
         from packtrain.recipes.chat.model import DialogueTransformer
@@ -199,12 +199,12 @@ def _prompt_slices(shard: Columns, turns: int) -> tuple[NDArray[np.int64], NDArr
 def _continues(shard: Columns) -> NDArray[np.bool_]:
     """Return which pairs start with the reply of the pair before them."""
     source, target = shard.ragged["source"], shard.ragged["target"]
-    found = np.zeros(len(shard), np.bool_)
+    continues = np.zeros(len(shard), np.bool_)
     # Lengths first, which is fast; a target has one token more, BOS.
-    found[1:] = source.lengths[1:] == target.lengths[:-1] - 1
-    for row in np.flatnonzero(found).tolist():
-        found[row] = np.array_equal(source[row], target[row - 1][1:])
-    return found
+    continues[1:] = source.lengths[1:] == target.lengths[:-1] - 1
+    for row in np.flatnonzero(continues).tolist():
+        continues[row] = np.array_equal(source[row], target[row - 1][1:])
+    return continues
 
 
 def _slices(column: Ragged, starts: NDArray[np.int64], ends: NDArray[np.int64]) -> Ragged:

@@ -30,8 +30,8 @@ def small_talk() -> Files:
         rows += [(f"{greeting}{mark}", f"{greeting}!") for mark in ("", "!", ".")]
     order = np.random.default_rng(1).permutation(len(rows))
     return {
-        f"{split}.tsv": lines("\t".join(row) for row in part)
-        for split, part in divided([rows[place] for place in order])
+        f"{split}.tsv": lines("\t".join(row) for row in dialogues)
+        for split, dialogues in divided([rows[place] for place in order])
     }
 
 

@@ -212,11 +212,11 @@ class Classify(ImageRecipe[ImageBatches]):
         if self._mixing is None:
             return cross_entropy(logits, batch["label"], label_smoothing=smoothing, reduction="sum")
         # A cross-entropy is linear in its target, with smoothing too: that of the mix is the mix of both.
-        own, other = (
+        label_loss, partner_loss = (
             cross_entropy(logits, batch[name], label_smoothing=smoothing, reduction="none")
             for name in ("label", "other_label")
         )
-        return other.lerp(own, batch["weight"]).sum()
+        return partner_loss.lerp(label_loss, batch["weight"]).sum()
 
     # Evaluation.
 
@@ -246,27 +246,27 @@ class Classify(ImageRecipe[ImageBatches]):
         counted = self._plan(split, request.ids, settings)
         # A report shows only the first few of these. Their loss may be another worker's to count.
         shown = request.decode_ids if request.by_sample else request.decode_ids[:SHOWN_SAMPLES]
-        others = self._plan(split, np.setdiff1d(shown, request.ids), settings)
+        uncounted = self._plan(split, np.setdiff1d(shown, request.ids), settings)
         sums = {"samples": float(len(request.ids)), "loss": 0.0, "top1": 0.0, "top5": 0.0, "confidence": 0.0}
         guesses: dict[int, Guess] = {}
-        parts: list[tuple[Ids, dict[str, NDArray[Any]]]] = []
+        measured: list[tuple[Ids, dict[str, NDArray[Any]]]] = []
         batches = self.copies.batches(split, settings.size)
-        for number, batch in enumerate([*counted, *others]):
+        for number, batch in enumerate([*counted, *uncounted]):
             request.on_batch()
             logits = network.logits(batches.centered(batch.ids, batch.height, batch.width))
             best = np.argsort(-logits, axis=1, kind="stable")[:, :_TOP]
             likely, labels = log_softmax(logits), self._labels(split, settings.size, batch.ids)
             chances = np.exp(np.take_along_axis(likely, best[:, :1], 1)[:, 0])
-            made = map(Guess, labels.tolist(), best[:, 0].tolist(), chances.tolist())
-            guesses.update(zip(batch.ids.tolist(), made, strict=True))
+            batch_guesses = map(Guess, labels.tolist(), best[:, 0].tolist(), chances.tolist())
+            guesses.update(zip(batch.ids.tolist(), batch_guesses, strict=True))
             if number < len(counted):
                 right = best == labels[:, None]
                 losses = -np.take_along_axis(likely, labels[:, None], 1)[:, 0]
                 values = {"loss": losses, "top1": right[:, 0], "top5": right.any(axis=1), "confidence": chances}
                 for name, column in values.items():
                     sums[name] += float(column.sum())
-                parts.append((batch.ids, values))
-        rows = rows_in_order(request.ids, parts) if request.by_sample else {}
+                measured.append((batch.ids, values))
+        rows = rows_in_order(request.ids, measured) if request.by_sample else {}
         names = [self.labels[guesses[sample].guess] for sample in shown.tolist()]
         outputs = names + [""] * (len(request.decode_ids) - len(shown))
         if request.show_ids is None:
@@ -274,11 +274,11 @@ class Classify(ImageRecipe[ImageBatches]):
         samples, pictures = self.pictured(split, settings.size, self._worth_showing(guesses, request.show_ids))
         return Measurement(sums, outputs, rows, samples, pictures)
 
-    def _worth_showing(self, guesses: Mapping[int, Guess], wanted: Ids) -> dict[int, Sample]:
-        """Return the samples that are `wanted`, and the wrong guesses that the model is most certain of."""
-        wrong = [sample for sample, one in guesses.items() if one.guess != one.label]
+    def _worth_showing(self, guesses: Mapping[int, Guess], always: Ids) -> dict[int, Sample]:
+        """Return the samples that are `always`, and the wrong guesses that the model is most certain of."""
+        wrong = [sample for sample, guess in guesses.items() if guess.guess != guess.label]
         wrong.sort(key=lambda sample: (-guesses[sample].confidence, sample))
-        others = [sample for sample in wrong if sample not in wanted]
+        certain = [sample for sample in wrong if sample not in always]
         return {
             sample: Sample(
                 f"image {sample}",
@@ -286,20 +286,22 @@ class Classify(ImageRecipe[ImageBatches]):
                 self.labels[guesses[sample].guess],
                 confidence=_finite(round(guesses[sample].confidence, 4)),
             )
-            for sample in [*wanted.tolist(), *others[: MAX_SHOWN - SHOWN_SAMPLES]]
+            for sample in [*always.tolist(), *certain[: MAX_SHOWN - SHOWN_SAMPLES]]
         }
 
     def score(self, split: str, decode_ids: Ids, parts: Sequence[Measurement]) -> Scores:
-        total = {name: sum(part.sums[name] for part in parts) for name in ("samples", "loss", "top1", "top5")}
+        total = {name: sum(measured.sums[name] for measured in parts) for name in ("samples", "loss", "top1", "top5")}
         samples = max(1.0, total["samples"])
         values = {"loss": total["loss"] / samples, "top1": 100 * total["top1"] / samples}
         if len(self.labels) > _TOP:  # with fewer classes top-5 would always be 100
             values["top5"] = 100 * total["top5"] / samples
         counts = dict.fromkeys(values, int(total["samples"]))
-        found = {sample: one for part in parts for sample, one in part.samples.items()}
-        if found:
-            return Scores(values, samples=_wrong_first(found, decode_ids[:SHOWN_SAMPLES].tolist()), counts=counts)
-        predictions = [output for part in parts for output in part.outputs]
+        shown_samples = {sample: record for measured in parts for sample, record in measured.samples.items()}
+        if shown_samples:
+            return Scores(
+                values, samples=_wrong_first(shown_samples, decode_ids[:SHOWN_SAMPLES].tolist()), counts=counts
+            )
+        predictions = [output for measured in parts for output in measured.outputs]
         shown = decode_ids[:SHOWN_SAMPLES]
         labels = self._labels(split, self.final_settings.size, shown).tolist() if predictions else []
         references = [self.labels[label] for label in labels]
@@ -354,23 +356,27 @@ class Classify(ImageRecipe[ImageBatches]):
         by_size: dict[tuple[int, int], list[int]] = {}
         for number, image in enumerate(images):
             by_size.setdefault(self._size_of(image), []).append(number)
-        parts = [
+        batches = [
             (size, numbers[start : start + EVALUATION_BATCH])
             for size, numbers in by_size.items()
             for start in range(0, len(numbers), EVALUATION_BATCH)
         ]
 
-        def likely(part: tuple[tuple[int, int], list[int]]) -> NDArray[np.float64]:
-            size, numbers = part
-            crop = partial(_center, size=size)
+        def likely(batch: tuple[tuple[int, int], list[int]]) -> NDArray[np.float64]:
+            (height, width), numbers = batch
+
+            def crop(image: Tiled) -> Pixels:
+                """Crop an image as an evaluation does."""
+                return resize(decode_box(image, center_box(image.width, image.height, width, height)), height, width)
+
             # Where batches have threads of their own, the images of one batch need no more.
             pixels = in_threads(crop, [images[number] for number in numbers], num_threads() // network.at_once)
             return np.exp(log_softmax(network.logits(np.stack(list(pixels)))))
 
-        found: dict[int, Prediction] = {}
-        for (_, numbers), chances in zip(parts, in_threads(likely, parts, network.at_once), strict=True):
-            found.update(zip(numbers, map(self._top, chances), strict=True))
-        return [found[number] for number in range(len(images))]
+        predictions: dict[int, Prediction] = {}
+        for (_, numbers), chances in zip(batches, in_threads(likely, batches, network.at_once), strict=True):
+            predictions.update(zip(numbers, map(self._top, chances), strict=True))
+        return [predictions[number] for number in range(len(images))]
 
     def _size_of(self, image: Tiled) -> tuple[int, int]:
         """Return the height and width of the input for an image: as in the last evaluation, but alone in its batch."""
@@ -398,17 +404,11 @@ def _wrong_first(samples: Mapping[int, Sample], always: Sequence[int]) -> tuple[
     def certain_first(number: int) -> tuple[float, int]:
         return -(samples[number].confidence or 0.0), number
 
-    others = sorted(samples.keys() - set(always), key=certain_first)
-    chosen = [*(number for number in always if number in samples), *others[: MAX_SHOWN - SHOWN_SAMPLES]]
+    certain = sorted(samples.keys() - set(always), key=certain_first)
+    chosen = [*(number for number in always if number in samples), *certain[: MAX_SHOWN - SHOWN_SAMPLES]]
     right = [number for number in chosen if samples[number].prediction == samples[number].reference]
     wrong = sorted(set(chosen) - set(right), key=certain_first)
     return tuple(samples[number] for number in [*wrong, *right])
-
-
-def _center(image: Tiled, size: tuple[int, int]) -> Pixels:
-    """Crop an image as an evaluation does."""
-    height, width = size
-    return resize(decode_box(image, center_box(image.width, image.height, width, height)), height, width)
 
 
 def _network(model: nn.Module | Network) -> ClassifierNetwork:

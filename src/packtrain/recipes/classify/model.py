@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from packtrain.pack.tiles import Pixels
 from packtrain.recipes.classify import ClassifierNetwork
 from packtrain.recipes.decode import at_once_on
-from packtrain.recipes.graphs import Graph
+from packtrain.recipes.graphs import Graph, ModelPart
 from packtrain.recipes.resnet import ResNet, example_pixels, normalize
 
 
@@ -26,12 +26,8 @@ class TorchClassifier(ClassifierNetwork):
         return logits.float().cpu().numpy()
 
 
-class Classifier(nn.Module):
+class Classifier(ModelPart[ResNet]):
     """From bytes, as packs store them, to logits."""
-
-    def __init__(self, model: ResNet) -> None:
-        super().__init__()
-        self.model = model
 
     def forward(self, pixels: Tensor) -> Tensor:
         logits: Tensor = self.model(normalize(pixels))

@@ -98,7 +98,7 @@ def bleu_tokenizer(references: Sequence[str]) -> str:
     it has a better one than characters, but that needs a dictionary which may not be installed.
     """
     text = "".join("".join(references).split())
-    han, kana, others = count_letters(text)
-    if 2 * (han + kana + others) <= len(text):
+    han, kana, spaceless = count_letters(text)
+    if 2 * (han + kana + spaceless) <= len(text):
         return "13a"
-    return "zh" if han > 9 * (kana + others) else "char"
+    return "zh" if han > 9 * (kana + spaceless) else "char"

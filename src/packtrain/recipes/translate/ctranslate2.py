@@ -84,22 +84,22 @@ class Ctranslate2Text(TextNetwork):
     ) -> list[list[Hypothesis]]:
         if decoding.nucleus is not None:
             raise Mistake("a model in CTranslate2's format does not sample; export it with --format onnx to do so")
-        found: list[list[Hypothesis]] = [[] for _ in limits_B]
+        hypotheses_by_row: list[list[Hypothesis]] = [[] for _ in limits_B]
         # The library has one limit for all that it translates together, and a text that never ends is written up to it.
         classes_B = np.ceil(np.log2(limits_B))
         for like in np.unique(classes_B):
             decoding.check_wanted()
             rows = np.flatnonzero(classes_B == like)
             for row, hypotheses in zip(rows, self._together(source_BS[rows], limits_B[rows], decoding), strict=True):
-                found[row] = hypotheses[: decoding.n_best]
-        return found
+                hypotheses_by_row[row] = hypotheses[: decoding.n_best]
+        return hypotheses_by_row
 
     def _together(
         self, source_BS: NDArray[np.int64], limits_B: NDArray[np.int64], decoding: Decoding
     ) -> list[list[Hypothesis]]:
         # What is longer than its own limit is cut off below, which is rare.
         longest = int(limits_B.max())
-        found = self._translator.translate_batch(
+        translated = self._translator.translate_batch(
             _rows(source_BS),
             max_batch_size=_BATCH_TOKENS,
             batch_type="tokens",
@@ -113,15 +113,15 @@ class Ctranslate2Text(TextNetwork):
             max_decoding_length=longest,
             return_scores=True,
         )
-        return [_ranked(result, limit, longest) for result, limit in zip(found, limits_B.tolist(), strict=True)]
+        return [_ranked(result, limit, longest) for result, limit in zip(translated, limits_B.tolist(), strict=True)]
 
     def losses(self, source_BS: NDArray[np.int64], target_BT: NDArray[np.int64]) -> NDArray[np.float64]:
         # It adds BOS and EOS to targets itself.
         targets = [[token for token in row if token not in _ENDS] for row in _rows(target_BT)]
-        found = self._translator.score_batch(
+        scored = self._translator.score_batch(
             _rows(source_BS), targets, max_batch_size=_BATCH_TOKENS, batch_type="tokens", max_input_length=0
         )
-        return np.array([-sum(one.log_probs) for one in found], np.float64)
+        return np.array([-sum(target_scores.log_probs) for target_scores in scored], np.float64)
 
 
 _ENDS = (str(BOS), str(EOS))
@@ -142,12 +142,12 @@ def _ranked(result: Any, limit: int, longest: int) -> list[Hypothesis]:
 
     The length penalties differ, so the order may, too: the library divides by a power of the length.
     """
-    found = []
+    hypotheses = []
     for tokens, score in zip(result.hypotheses, result.scores, strict=True):
         length = len(tokens) + (len(tokens) < longest)  # EOS counts, too
         total = score * length**LENGTH_PENALTY
-        found.append(Hypothesis([int(token) for token in tokens[:limit]], total / length_penalty(length)))
-    return sorted(found, key=lambda one: -one.score)
+        hypotheses.append(Hypothesis([int(token) for token in tokens[:limit]], total / length_penalty(length)))
+    return sorted(hypotheses, key=lambda hypothesis: -hypothesis.score)
 
 
 # From torch's weights to CTranslate2's specification.
@@ -167,11 +167,11 @@ def _spec_of(model: Transformer) -> Any:
         stack.scale_embeddings = True
         stack.position_encodings.encodings = positions
         _set_norm(stack.layer_norm, getattr(model, f"{name}_norm"))
-        for layer, own in zip(stack.layer, getattr(model, name), strict=True):
-            _set_self_attention(layer.self_attention, own.attention_norm, own.attention)
+        for layer, trained in zip(stack.layer, getattr(model, name), strict=True):
+            _set_self_attention(layer.self_attention, trained.attention_norm, trained.attention)
             if name == "decoder":
-                _set_memory_attention(layer.attention, own.memory_norm, own.memory_attention)
-            _set_feedforward(layer.ffn, own.feedforward_norm, own.feedforward)
+                _set_memory_attention(layer.attention, trained.memory_norm, trained.memory_attention)
+            _set_feedforward(layer.ffn, trained.feedforward_norm, trained.feedforward)
     spec.decoder.projection.weight = embedding
     spec.decoder.projection.bias = np.zeros(model.vocabulary, np.float32)
     spec.decoder.projection.bias[[PAD, BOS]] = _NEVER

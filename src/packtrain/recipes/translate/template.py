@@ -24,12 +24,12 @@ def counting() -> Files:
     for number in range(2, 1000):
         for place in random.choice(len(_FRAMES) * len(_THINGS), 2, replace=False):
             before, after, davor, danach = _FRAMES[place // len(_THINGS)]
-            thing, ding = _THINGS[place % len(_THINGS)]
-            rows.append((f"{before} {english(number)} {thing}{after}", f"{davor} {german(number)} {ding}{danach}"))
+            noun, noun_de = _THINGS[place % len(_THINGS)]
+            rows.append((f"{before} {english(number)} {noun}{after}", f"{davor} {german(number)} {noun_de}{danach}"))
     files: Files = {}
-    for split, part in divided(rows):
-        files[f"{split}.en"] = lines(source for source, _ in part)
-        files[f"{split}.de"] = lines(target for _, target in part)
+    for split, sentences in divided(rows):
+        files[f"{split}.en"] = lines(source for source, _ in sentences)
+        files[f"{split}.de"] = lines(target for _, target in sentences)
     return files
 
 
