@@ -107,6 +107,7 @@ def test_help_fits_80_columns_and_breaks_and_cuts_no_word() -> None:
         for line in CliRunner().invoke(app, [*words, "--help"]).stdout.splitlines():
             assert len(line) <= 80 or line.startswith("Usage:")
             assert not line.endswith("-"), line
+            assert "─" not in line, "the help of all commands is plain text"
             assert not re.match(r"  \w+  .*\.\.\.$", line), f"a command's help is cut: {line}"
 
 

@@ -155,7 +155,7 @@ def _place(run: Run, name: str | None, is_here: bool) -> str:
     return f"{socket.gethostname()}, this machine, in {Path.cwd()}"
 
 
-volume = typer.Typer(no_args_is_help=True, help="Keep a run's data on volumes that outlive it.")
+volume = typer.Typer(no_args_is_help=True, rich_markup_mode=None, help="Keep a run's data on volumes that outlive it.")
 
 
 @volume.command()
