@@ -28,7 +28,7 @@ import example
 from packtrain.job import Job
 from packtrain.run.checkpoint import commit
 from packtrain.run.code import archive
-from packtrain.run.run import create_run
+from packtrain.run.run import add_run
 from packtrain.store import open_store
 from packtrain.train.optimizer import optimizer_tensors
 from packtrain.train.progress import Progress
@@ -67,7 +67,7 @@ def stalls(megabytes: float, rounds: int, directory: Path) -> dict[str, list[flo
     copier = SnapshotCopier()
     seconds: dict[str, list[float]] = {name: [] for name in SPENT}
     job = Job.model_validate({"name": "bench", "program": ["x.py"]})
-    run = create_run(open_store(str(directory / "stalls"), create=True), job, archive({}), None)
+    run = add_run(open_store(str(directory / "stalls"), create=True), job, archive({}), None)
     for number in range(rounds + 1):
         times = [time.perf_counter()]
 

@@ -17,7 +17,7 @@ from packtrain.pack.build import PlainProgress, pack
 from packtrain.pack.workers import InProcess
 from packtrain.recipes import Recipe, recipe_class, recipe_defaults
 from packtrain.run.code import archive
-from packtrain.run.run import Run, create_run
+from packtrain.run.run import Run, add_run
 from packtrain.store import Store, open_store
 from packtrain.train.control import Control
 from packtrain.train.recorder import Clock
@@ -80,7 +80,7 @@ def packed(job: Job, directory: Path) -> tuple[Recipe, Store]:
 
 def train(recipe: Recipe, store: Store, tick: Tick) -> tuple[Trainer, Run]:
     """Make all steps of the recipe's job with the whole Trainer: loader, step sync, watchdog, metrics in a store."""
-    run = create_run(store, recipe.job, archive({}), recipe.pack.name)
+    run = add_run(store, recipe.job, archive({}), recipe.pack.name)
     with tempfile.TemporaryDirectory() as control:
         trainer = Trainer(run, recipe, World(), 1, Control(Path(control)), clock=TimingClock(tick))
         trainer.train()

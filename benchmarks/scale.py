@@ -36,7 +36,7 @@ from packtrain.node.node import IDLE_SECONDS, LOOK_SECONDS, Node
 from packtrain.run.code import archive
 from packtrain.run.liveness import LEASE_SECONDS
 from packtrain.run.records import Telemetry
-from packtrain.run.run import Run, create_run
+from packtrain.run.run import Run, add_run
 from packtrain.store import RECORD_BYTES, Entry, Store, open_store
 
 Answer = TypeVar("Answer")
@@ -149,7 +149,7 @@ class Fleet:
         fleet = {"local": {"machines": count}, "workers": 1}
         job = Job.model_validate({"name": "scale", "recipe": "translate", "fleet": fleet, **_RECIPE})
         self.store, self.now = store, 1000.0
-        self.run = create_run(store, job, archive({}), None)
+        self.run = add_run(store, job, archive({}), None)
         self._pool = ThreadPoolExecutor(_AT_ONCE)
         self.nodes = list(self._pool.map(lambda _: self._node(), range(count)))
 

@@ -302,7 +302,7 @@ def packtrain() -> Contender:
         from packtrain.job import Job
         from packtrain.run.code import archive
         from packtrain.run.records import Result
-        from packtrain.run.run import Run, create_run, worker_writer
+        from packtrain.run.run import Run, add_run, worker_writer
         from packtrain.store import open_store
 
         store = open_store(str(folder / "store"), create=True)
@@ -311,7 +311,7 @@ def packtrain() -> Contender:
         job = Job.model_validate({"name": "run", "recipe": "translate", "model": "tiny", "data": data, "train": train})
         names: list[str] = []
         for number in range(runs):
-            run = create_run(store, job, archive({}), None)
+            run = add_run(store, job, archive({}), None)
             if number < options.overlay:
                 fast: Any = _Unsynced(Path(store.url))
                 writer = Run(fast, run.name).point_writer(worker_writer(1, 0))

@@ -14,7 +14,7 @@ from housekeeping.test_removal import a_run, a_sweep
 from packtrain.cli import app
 from packtrain.errors import Mistake, PacktrainError
 from packtrain.run.records import Notes
-from packtrain.run.run import Run, create_run, run_names
+from packtrain.run.run import Run, add_run, run_names
 from packtrain.run.sweeps import Sweep, sweep_names
 from packtrain.store import Store
 from parts.runs import new_run, recipe_job
@@ -108,7 +108,7 @@ def test_a_tag_is_one_word(word: str, directory_store: Store) -> None:
 
 
 def test_du_shows_what_takes_how_much(any_store: Store) -> None:
-    made = create_run(any_store, recipe_job(), b"c" * 2000, "pack-abc")
+    made = add_run(any_store, recipe_job(), b"c" * 2000, "pack-abc")
     any_store.put("packs/pack-abc/manifest.json", b"m" * 500)
     any_store.put(made.key("checkpoints/1/files/model"), b"w" * 7000)
     any_store.put(made.key("logs/a/00000000.jsonl"), b"l" * 3000)

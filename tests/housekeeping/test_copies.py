@@ -21,7 +21,7 @@ from packtrain.run.checkpoint import commit, committed, fetch_newest
 from packtrain.run.code import archive
 from packtrain.run.liveness import state_now
 from packtrain.run.records import FleetLaunch, Generation, Result
-from packtrain.run.run import Run, create_run, run_names
+from packtrain.run.run import Run, add_run, run_names
 from packtrain.run.trust import is_remembered, remember
 from packtrain.store import Store, open_store
 from packtrain.store.directory import DirectoryStore
@@ -74,7 +74,7 @@ def a_run(store: Store, tmp_path: Path) -> Run:
     key = f"files/{hashlib.sha256(GIVEN).hexdigest()}"
     store.put(key, GIVEN)
     job = recipe_job(model={"size": "tiny", "weights": f"store:{key}"})
-    run = create_run(store, job, archive({"job.yaml": b""}), pack.name)
+    run = add_run(store, job, archive({"job.yaml": b""}), pack.name)
     run.record_launch(FleetLaunch(1.0, "me@here", {"local": {}}))
     for number in (1, 2):
         run.propose(after_commits(number))
@@ -288,7 +288,7 @@ def test_a_file_of_the_model_that_is_no_object_is_left_out(tmp_path: Path) -> No
     here, there = (open_store(str(tmp_path / name), create=True) for name in ("here", "there"))
     pack = put_pack(here, [[1, 2], [3], [4, 5]], 2)
     job = recipe_job(model={"size": "tiny", "weights": "store:files/../runs"})
-    copied(create_run(here, job, archive({"job.yaml": b""}), pack.name), there)
+    copied(add_run(here, job, archive({"job.yaml": b""}), pack.name), there)
     assert run_names(there) == ["job-1"]
 
 

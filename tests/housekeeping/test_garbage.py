@@ -26,7 +26,7 @@ from packtrain.launch.create import NewRun, create
 from packtrain.pack.manifest import PackFile, find_manifest, missing_files, pack_key, read_manifest
 from packtrain.run.code import archive, unpacked
 from packtrain.run.records import Discarding, JobSource, Result
-from packtrain.run.run import Run, create_run, run_names
+from packtrain.run.run import Run, add_run, run_names
 from packtrain.store import Store, open_store
 from packtrain.store.records import encode
 from packtrain.system import this_client
@@ -57,7 +57,7 @@ def store(directory_store: Store) -> Store:
     for key in (DIGEST, "b" * 64):
         directory_store.put(f"files/{key}", b"weights")
     job = recipe_job(model={"size": "tiny", "weights": f"store:files/{DIGEST}"})
-    create_run(directory_store, job, archive({"job.yaml": b""}), "used-1")
+    add_run(directory_store, job, archive({"job.yaml": b""}), "used-1")
     return directory_store
 
 
@@ -99,7 +99,7 @@ def test_a_deletion_spares_everything_that_is_used(store: Store) -> None:
 def test_what_got_a_user_or_a_writer_since_it_was_found_is_kept(store: Store) -> None:
     age(store, "")
     unused = unused_in_store(store, WEEK)
-    create_run(store, recipe_job(), archive({"job.yaml": b""}), "left-1")
+    add_run(store, recipe_job(), archive({"job.yaml": b""}), "left-1")
     store.put("packs/half-1/train-00001.safetensors", b"x")
     said: list[str] = []
     assert [one.kind for one in delete_from_store(store, unused, said.append)] == ["file"]
@@ -178,7 +178,7 @@ class CopyCrossing(Crossing):
     def __init__(self, directory: Path) -> None:
         super().__init__(directory)
         elsewhere = open_store(str(directory / "elsewhere"), create=True)
-        self.run = create_run(elsewhere, self.job, self.code, put_pack(elsewhere, [[1, 2], [3]], 1).name)
+        self.run = add_run(elsewhere, self.job, self.code, put_pack(elsewhere, [[1, 2], [3]], 1).name)
         elsewhere.put(f"files/{DIGEST}", b"weights")
         self.run.finish(Result("finished", "reached 10 steps", 10, 1.0))
         copy_run(self.run, self.store, Quiet())

@@ -12,8 +12,8 @@ from packtrain.errors import Mistake, NotFound, PacktrainError
 from packtrain.housekeeping.removal import clear_sweep, is_half_removed, remove_run, remove_sweep, rename_run
 from packtrain.run.code import archive
 from packtrain.run.records import FleetLaunch, Result
-from packtrain.run.run import Run, create_run, next_run, open_run, run_names
-from packtrain.run.sweeps import Sweep, SweepPlan, Trial, create_trial_run, sweep_names
+from packtrain.run.run import Run, add_run, next_run, open_run, run_names
+from packtrain.run.sweeps import Sweep, SweepPlan, Trial, add_trial_run, sweep_names
 from packtrain.run.trust import is_remembered, remember
 from packtrain.store import Store
 from packtrain.store.directory import DirectoryStore
@@ -310,13 +310,13 @@ def a_sweep(store: Store) -> Sweep:
     trials = tuple(Trial(number, f"lr-{number}", {"rate": str(number)}) for number in (1, 2))
     sweep.put_plan(SweepPlan("lr", "job", "digest", ("rate",), trials, 1, {}))
     for trial in trials:
-        create_trial_run(sweep, trial, program_job().model_dump_json().encode(), b"code", None)
+        add_trial_run(sweep, trial, program_job().model_dump_json().encode(), b"code", None)
     return sweep
 
 
 def test_a_run_of_a_sweep_goes_only_with_the_sweep(directory_store: Store) -> None:
     sweep = a_sweep(directory_store)
-    single = create_run(directory_store, program_job(), b"code", None)
+    single = add_run(directory_store, program_job(), b"code", None)
     for work in (
         lambda: remove_run(Run(directory_store, "lr-1"), idle),
         lambda: rename_run(directory_store, "lr-1", "best", idle),

@@ -10,7 +10,7 @@ from packtrain.errors import PacktrainError
 from packtrain.housekeeping.uses import Uses, all_uses, announced, discarding, refuse_discarded, uses_of
 from packtrain.run.code import archive
 from packtrain.run.inputs import InputListing
-from packtrain.run.run import Run, create_run
+from packtrain.run.run import Run, add_run
 from packtrain.store import Store
 from packtrain.store.records import DamagedRecord, encode
 from parts.faulty import FaultyStore
@@ -29,7 +29,7 @@ def a_run(store: Store) -> Run:
     """A run with a pack and weights."""
     weights = given(store, b"weights")
     job = recipe_job(model={"size": "tiny", "weights": f"store:{weights}"})
-    return create_run(store, job, archive({"job.yaml": b""}), "pack-1")
+    return add_run(store, job, archive({"job.yaml": b""}), "pack-1")
 
 
 def test_a_run_uses_its_pack_and_the_files_that_its_job_names(any_store: Store) -> None:

@@ -16,7 +16,7 @@ from packtrain.node.workspace import Workspace, visible
 from packtrain.run.checkpoint import Superseded, commit
 from packtrain.run.code import archive, snapshot
 from packtrain.run.outputs import OutputList, chosen, fetch_file, kept_files, newest_list, output_sizes, put_list
-from packtrain.run.run import Run, create_run
+from packtrain.run.run import Run, add_run
 from packtrain.store import Store, StoreError
 from parts.faulty import CHANGES, FaultyStore, Killed
 from parts.runs import a_generation, new_run, program_job, read_files, write_files
@@ -54,7 +54,7 @@ def kept(run: Run) -> dict[str, bytes]:
 
 def started_from(source: Path, store: Store, **fields: Any) -> Run:
     origin = {"directory": str(source), "inode": source.stat().st_ino}
-    return create_run(store, program_job(origin=origin, **fields), snapshot(source).archive, None)
+    return add_run(store, program_job(origin=origin, **fields), snapshot(source).archive, None)
 
 
 # What it finds.
@@ -130,7 +130,7 @@ def test_outputs_never_go_through_a_link_into_the_persons_own_directory(director
 
 
 def test_a_name_that_no_store_can_hold_keeps_no_other_output_back(any_store: Store, tmp_path: Path) -> None:
-    run = create_run(any_store, program_job("j" * 60, outputs=["out"]), archive({}), None)
+    run = add_run(any_store, program_job("j" * 60, outputs=["out"]), archive({}), None)
     made = workspace(run, tmp_path / "code")
     longest, too_long = ("out/" + "/".join([*["x" * 99] * 8, "x" * length]) for length in (99, 150))
     write_files(tmp_path / "code", {longest: b"1", too_long: b"2"})
@@ -284,7 +284,7 @@ def test_a_machine_that_becomes_the_first_has_the_files_of_the_code_among_the_ou
     directory_store: Store, tmp_path: Path
 ) -> None:
     code = {"train.py": b"", "out/table.csv": b"a,b", "out/list": b"1", "out/kept": b"c", "out/latest": b"none"}
-    run = create_run(directory_store, program_job(outputs=["out"]), archive(code), None)
+    run = add_run(directory_store, program_job(outputs=["out"]), archive(code), None)
     first, second = workspace(run, tmp_path / "first"), workspace(run, tmp_path / "second", is_first=False)
     write_files(tmp_path / "first", {"out/kept": b"of rank 0"})
     first.keep_outputs(1)

@@ -19,7 +19,7 @@ from packtrain.run.checkpoint import commit
 from packtrain.run.chunks import ChunkWriter, encode_line
 from packtrain.run.points import decode_points
 from packtrain.run.records import Event, Point, Result, Telemetry, TelemetrySample, TimeSpent
-from packtrain.run.run import Run, create_run
+from packtrain.run.run import Run, add_run
 from packtrain.store import Store
 from parts.runs import a_generation, a_lease, new_run, write_files
 from report.made import evidence_of, generation_of, steps_of, trained
@@ -28,7 +28,7 @@ from report.pages import Page
 
 def a_run(store: Store, folder: Path) -> Run:
     """Return a run with something in every part of its folder."""
-    run = create_run(store, job_of(folder), b"", "greetings-abc")
+    run = add_run(store, job_of(folder), b"", "greetings-abc")
     parts: tuple[tuple[ChunkWriter[Any], list[Any]], ...] = (
         (run.point_writer("0"), steps_of(30)),
         (run.event_writer("0"), [Event(2.0, "checkpoint", "second", 1), Event(1.0, "generation", "first", 1)]),

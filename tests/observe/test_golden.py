@@ -30,7 +30,7 @@ from packtrain.run.records import (
     Result,
     Sample,
 )
-from packtrain.run.run import Run, create_run
+from packtrain.run.run import Run, add_run
 from packtrain.store import Store, open_store
 from packtrain.store.records import encode
 from packtrain.web.endpoints import DashboardEndpoints
@@ -91,7 +91,7 @@ def trained(store: Store) -> Run:
         "evaluate": {"every": "20 steps"},
         "fleet": {"local": {}, "price": 2.5},
     }
-    run = create_run(store, recipe_job("trained", **sections), b"", "words-0123456789abcdef")
+    run = add_run(store, recipe_job("trained", **sections), b"", "words-0123456789abcdef")
     points = restarted_points()
     half = len(points) // 2
     put(run, "metrics/a/00000000.jsonl", *points[:half])
@@ -133,7 +133,7 @@ def trained(store: Store) -> Run:
 
 def logged(store: Store) -> Run:
     """Return a program that logged its numbers, one of them not finite, and was restarted."""
-    run = create_run(store, program_job("logged"), b"", None)
+    run = add_run(store, program_job("logged"), b"", None)
     points = [Point("log", 1, step, START + step, {"loss": 8.0 / step, "lr": 0.1}) for step in range(1, 61)]
     points += [Point("start", 2, 40, START + 70, {})]
     points += [Point("log", 2, step, START + 40 + step, {"loss": 8.0 / step, "lr": 0.1}) for step in range(41, 91)]
@@ -189,7 +189,7 @@ def test_what_scripts_read_of_all_runs_is_unchanged(store: Store, packtrain: Pac
 
 
 def test_what_scripts_read_of_a_difference_is_unchanged(store: Store, packtrain: Packtrain) -> None:
-    create_run(store, recipe_job("trained", train={"duration": "20 steps"}), b"", "words-0123456789abcdef")
+    add_run(store, recipe_job("trained", train={"duration": "20 steps"}), b"", "words-0123456789abcdef")
     done = packtrain("compare", "trained-1", "trained-2", "--json", "--store", store.url)
     check("compare", json.loads(done.stdout), store)
 

@@ -13,7 +13,7 @@ from packtrain.observe.measure import Score
 from packtrain.observe.status import read_end, read_status, status_in_full, status_json
 from packtrain.run.checkpoint import commit
 from packtrain.run.records import Generation, Lease, Member, Point, Result, Status, Telemetry, TimeSpent
-from packtrain.run.run import Run, create_run, open_run
+from packtrain.run.run import Run, add_run, open_run
 from packtrain.store import Store
 from parts.faulty import FaultyStore
 from parts.runs import a_generation, a_lease, write_files
@@ -42,13 +42,13 @@ def validated(step: int, **values: float) -> Point:
 
 @pytest.fixture
 def run(directory_store: Store, tmp_path: Path) -> Run:
-    return create_run(directory_store, job_of(tmp_path), b"", None)
+    return add_run(directory_store, job_of(tmp_path), b"", None)
 
 
 @pytest.fixture
 def program(directory_store: Store) -> Run:
     job = Job.model_validate({"name": "mine", "program": ["train.py", "--lr", "0.1"]})
-    return create_run(directory_store, job, b"", None)
+    return add_run(directory_store, job, b"", None)
 
 
 def test_a_run_without_metrics_is_at_step_0(run: Run) -> None:
@@ -173,7 +173,7 @@ def test_a_program_has_commits_and_the_time_of_its_machines_while_it_runs(progra
 
 def test_the_goal_is_known_only_for_a_duration_in_steps(directory_store: Store, tmp_path: Path) -> None:
     train = {"duration": "2 epochs", "batch": "64 tokens", "schedule": {"constant": {"rate": 0.001}}}
-    run = create_run(directory_store, job_of(tmp_path, train=train), b"", None)
+    run = add_run(directory_store, job_of(tmp_path, train=train), b"", None)
     assert status_in_full(run, "running", [], None).goal is None
 
 
@@ -197,7 +197,7 @@ def test_the_score_of_the_full_validation_split_replaces_that_of_its_part_but_is
 
 
 def test_the_score_is_the_one_that_chooses_the_best_checkpoint(directory_store: Store, tmp_path: Path) -> None:
-    run = create_run(directory_store, job_of(tmp_path, checkpoint={"best_by": "loss"}), b"", None)
+    run = add_run(directory_store, job_of(tmp_path, checkpoint={"best_by": "loss"}), b"", None)
     points = [validated(step, loss=loss, bleu=bleu) for step, loss, bleu in ((1, 2.0, 30.0), (2, 3.0, 40.0))]
     found = status_in_full(run, "running", points, None)
     assert (found.measure, found.lower, found.headline) == ("loss", True, "valid loss 3.00")
@@ -270,7 +270,7 @@ def watched(directory_store: Store, tmp_path: Path) -> FaultyStore:
     store = FaultyStore(directory_store)
     source = {"bitext": ["a.en", "a.de"]}
     job = job_of(tmp_path, data={"train": [source], "valid": [source]}, evaluate={"every": "100 steps"})
-    create_run(store, job, b"", None)
+    add_run(store, job, b"", None)
     return store
 
 

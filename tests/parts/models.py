@@ -20,7 +20,7 @@ from packtrain.pack.workers import InProcess
 from packtrain.recipes import Recipe, recipe_class
 from packtrain.run.checkpoint import Checkpoint, commit
 from packtrain.run.code import archive
-from packtrain.run.run import Run, create_run
+from packtrain.run.run import Run, add_run
 from packtrain.store import Store, open_store
 from packtrain.train.progress import Progress
 from packtrain.train.state import MODEL_FILE, STATE_FILE, Description, versions
@@ -30,7 +30,7 @@ def packed_run(folder: Path, job: Job) -> Run:
     """Create a run with its pack, in a store in that folder."""
     store = open_store(str(folder / "store"), create=True)
     manifest = pack(job.name, job.data, store, InProcess(), PlainProgress(lambda _: None))
-    return create_run(store, job, archive({}), manifest.name)
+    return add_run(store, job, archive({}), manifest.name)
 
 
 def with_files(job: Job, store: Store) -> Job:

@@ -8,7 +8,7 @@ from typing import Any
 from packtrain.job import Job
 from packtrain.run.code import archive
 from packtrain.run.records import Generation, Lease, Member
-from packtrain.run.run import Run, create_run
+from packtrain.run.run import Run, add_run
 from packtrain.store import Store
 
 MEASURED = {"loss": 1.0, "rate": 0.1, "epoch": 0.0, "elapsed_seconds": 1.0, "step_seconds": 1.0}
@@ -29,7 +29,7 @@ def recipe_job(name: str = "job", **sections: Any) -> Job:
 
 
 def new_run(store: Store, job: Job | None = None, script: str = "") -> Run:
-    return create_run(store, job or program_job(), archive({"train.py": script.encode()}), None)
+    return add_run(store, job or program_job(), archive({"train.py": script.encode()}), None)
 
 
 def a_lease(name: str, renewal: int = 0, **fields: Any) -> Lease:

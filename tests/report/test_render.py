@@ -18,7 +18,7 @@ from packtrain.report.finding import Chart, Finding, Rows, Shares, Text, Verdict
 from packtrain.report.page import Series
 from packtrain.report.render import render
 from packtrain.run.records import Event, Generation, Member, Point, Result, Sample, TimeSpent
-from packtrain.run.run import Run, create_run
+from packtrain.run.run import Run, add_run
 from packtrain.store import Store
 from parts.runs import a_lease
 from report.pages import Page
@@ -38,7 +38,7 @@ def validated(step: int, samples: tuple[Sample, ...] = (), **values: float) -> P
 
 @pytest.fixture
 def run(directory_store: Store, tmp_path: Path) -> Run:
-    return create_run(directory_store, job_of(tmp_path), b"", None)
+    return add_run(directory_store, job_of(tmp_path), b"", None)
 
 
 def page_of(run: Run, points: list[Point], result: Result | None = None, **records: object) -> Page:
@@ -57,7 +57,7 @@ def test_a_run_without_metrics_has_a_report(run: Run) -> None:
 
 def test_the_run_of_a_program_has_a_report(directory_store: Store) -> None:
     job = Job.model_validate({"name": "mine", "program": ["train.py", "--lr", "0.1"]})
-    run = create_run(directory_store, job, b"", None)
+    run = add_run(directory_store, job, b"", None)
     page = page_of(run, [], Result("finished", "the program exited with code 0", 0, 3.0))
     assert "train.py --lr 0.1" in page.text
     assert "finished: the program exited with code 0" in page.text
@@ -65,7 +65,7 @@ def test_the_run_of_a_program_has_a_report(directory_store: Store) -> None:
 
 
 def test_every_number_that_a_program_logs_has_a_curve(directory_store: Store) -> None:
-    run = create_run(directory_store, Job.model_validate({"name": "mine", "program": ["train.py"]}), b"", None)
+    run = add_run(directory_store, Job.model_validate({"name": "mine", "program": ["train.py"]}), b"", None)
     points = [Point("log", 1, step, 1.0 + step, {"train/loss": 1 / (1 + step), EVIL: 1.0}) for step in range(30)]
     page = page_of(run, [*points, Point("log", 1, 30, 31.0, {"accuracy": math.nan})])
     assert page.tags.count("svg") == 2
@@ -75,7 +75,7 @@ def test_every_number_that_a_program_logs_has_a_curve(directory_store: Store) ->
 
 def test_the_report_has_the_dollars_so_far_and_expected(directory_store: Store, tmp_path: Path) -> None:
     job = job_of(tmp_path, fleet={"local": {}, "price": 36.0})
-    run = create_run(directory_store, job, b"", None)
+    run = add_run(directory_store, job, b"", None)
     run.renew(a_lease("a", machine_seconds=600.0, dollars_per_hour=36.0))
     text = page_of(run, [trained(1), trained(2)]).text
     assert text[text.index("$6.00") - 1] == "cost so far"
@@ -224,7 +224,7 @@ def test_nan_and_infinity_are_not_drawn(run: Run) -> None:
 
 
 def test_the_report_is_written_to_the_url_that_is_returned(any_store: Store, tmp_path: Path) -> None:
-    run = create_run(any_store, job_of(tmp_path), b"", None)
+    run = add_run(any_store, job_of(tmp_path), b"", None)
     metrics, events = run.point_writer("0"), run.event_writer("0")
     metrics.append(trained(1))
     events.append(Event(2.0, "finished", "came second"))
@@ -240,7 +240,7 @@ def test_the_report_is_written_to_the_url_that_is_returned(any_store: Store, tmp
 
 
 def test_a_report_can_be_rewritten(directory_store: Store, tmp_path: Path) -> None:
-    run = create_run(directory_store, job_of(tmp_path), b"", None)
+    run = add_run(directory_store, job_of(tmp_path), b"", None)
     write_report(run)
     assert "waiting" in directory_store.get(run.key("report.html")).decode()
     run.finish(Result("stopped", "asked to", 0, 5.0))

@@ -19,7 +19,7 @@ from packtrain.report.sweep import (
     sweep_table,
 )
 from packtrain.run.records import Point, Result
-from packtrain.run.sweeps import Rung, RungResult, Sweep, SweepPlan, Trial, TrialStart, create_trial_run
+from packtrain.run.sweeps import Rung, RungResult, Sweep, SweepPlan, Trial, TrialStart, add_trial_run
 from packtrain.store import Store
 from parts.dashboard import a_step, write_points
 from parts.runs import new_run, recipe_job
@@ -100,7 +100,7 @@ def test_a_sweep_shows_the_score_that_ls_shows(directory_store: Store) -> None:
     job = recipe_job(data={"train": [source], "valid": [source]}, evaluate={"every": "10 steps"})
     for trial, bleu in zip(trials, (30.0, 3.66), strict=True):
         sweep.claim(TrialStart(trial.number, 1, 1, 0, 1e9, 1))
-        run = create_trial_run(sweep, trial, job.model_dump_json().encode(), b"", None)
+        run = add_trial_run(sweep, trial, job.model_dump_json().encode(), b"", None)
         points = [a_step(10), Point("valid", 1, 10, 1e9, {"bleu": bleu, "loss": 2.0}, counts={"bleu": 100})]
         write_points(run, *points)
     sweep.settle(1, RungResult({"1": 30.0, "2": 3.66}, (2,)))

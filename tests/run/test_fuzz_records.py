@@ -52,7 +52,7 @@ from packtrain.run.records import (
     TimeSpent,
     WorkerUse,
 )
-from packtrain.run.run import Run, create_run
+from packtrain.run.run import Run, add_run
 from packtrain.store.records import encode
 from parts.models import commit_model, packed_run
 
@@ -169,7 +169,7 @@ def fuzzed(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Fuzzed]:
         patch.setattr(start, "start", lambda *_: [])  # resume reads everything, and starts nothing
         ended = packed_run(folder, job_of(folder, evaluate={"every": "2 steps"}))
         slurm = job_of(folder, fleet={"slurm": {"machines": 1}})
-        left = create_run(ended.store, slurm, ended.store.get(ended.key("code.tar.zst")), ended.pack_name())
+        left = add_run(ended.store, slurm, ended.store.get(ended.key("code.tar.zst")), ended.pack_name())
         for run in (ended, left):
             commit_model(run, folder, 2, score=3.0)
             write_records(run)

@@ -10,7 +10,7 @@ import pytest
 
 from packtrain.errors import NotFound, PacktrainError
 from packtrain.run.records import Generation, Result, Sample
-from packtrain.run.run import Run, create_run, open_run, run_names
+from packtrain.run.run import Run, add_run, open_run, run_names
 from packtrain.store import ObjectNotFound, Store
 from packtrain.store.records import DamagedRecord, encode
 from parts.clock import wait_for_tick
@@ -43,7 +43,7 @@ def test_runs_created_at_the_same_time_get_different_numbers(any_store: Store) -
 
 
 def test_a_run_carries_its_job_its_code_and_its_pack(any_store: Store) -> None:
-    created = create_run(any_store, program_job(), b"code", "pack-123")
+    created = add_run(any_store, program_job(), b"code", "pack-123")
     found = Run(any_store, created.name)
     assert found.job == program_job()
     assert found.pack_name() == "pack-123"

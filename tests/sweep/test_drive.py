@@ -38,7 +38,7 @@ from packtrain.run.sweeps import (
     SweepPlan,
     Trial,
     TrialStart,
-    create_trial_run,
+    add_trial_run,
     sweep_names,
     sweep_of,
 )
@@ -46,8 +46,8 @@ from packtrain.run.trust import refuse, remember, require_trust
 from packtrain.store import Store, open_store
 from packtrain.store.records import DamagedRecord, encode
 from packtrain.sweep import drive
+from packtrain.sweep.create import SweepRequest, create_sweep, prepare_sweep
 from packtrain.sweep.drive import DriverSeat, SweepDrive, moved
-from packtrain.sweep.plan import SweepRequest, create_sweep, prepare_sweep
 from parts.runs import new_run, recipe_job
 from parts.sandbox import EXAMPLES, Sandbox, assert_nothing_left, make_sandbox, wait_until
 
@@ -303,10 +303,10 @@ def test_a_run_that_was_left_half_made_is_completed_and_other_code_is_refused(di
     job = new_run(directory_store).job_data
     directory_store.put("runs/s-1/job.json", job)  # and then its client was killed
     for _ in range(2):
-        run = create_trial_run(sweep, trial, job, b"code", "a-pack")
+        run = add_trial_run(sweep, trial, job, b"code", "a-pack")
         assert (run.code, run.pack_name(), sweep_of(run)) == (b"code", "a-pack", "s")
     with pytest.raises(Mistake, match="the code has changed since s-1 was created"):
-        create_trial_run(sweep, trial, job, b"other", "a-pack")
+        add_trial_run(sweep, trial, job, b"other", "a-pack")
     assert open_run(directory_store, "s").name == "s-1"
     assert sweep_of(Run(directory_store, "job-1")) is None
 
@@ -320,7 +320,7 @@ def test_a_run_that_somebody_else_has_changed_is_not_trusted_by_creating_its_swe
 
     def create() -> Run:
         data = job.model_dump_json().encode()
-        return create_with(made, lambda: create_trial_run(sweep, sweep.plan.trials[0], data, made.code, None))
+        return create_with(made, lambda: add_trial_run(sweep, sweep.plan.trials[0], data, made.code, None))
 
     part = job.model_copy(update={"fleet": job.fleet.model_copy(update={"kind": job.fleet.kind.divided(None)[0]})})
     remember(moved_run := create().changed(part), instead=False)
@@ -363,7 +363,7 @@ def test_a_run_that_ends_during_a_look_is_not_started_again(
     sweep = stored(directory_store)
     job = new_run(directory_store).job_data
     for trial in sweep.plan.trials:
-        create_trial_run(sweep, trial, job, b"code", None)
+        add_trial_run(sweep, trial, job, b"code", None)
         sweep.claim(TrialStart(trial.number, 1, 0, 0, 1.0, 1))
 
     def end(runs: Sequence[Run]) -> list[State | PacktrainError]:
@@ -432,7 +432,7 @@ def test_a_start_counts_only_if_its_driver_lived_to_see_what_came_of_it(
     sweep = stored(directory_store)
     job = new_run(directory_store).job_data
     for trial in sweep.plan.trials:
-        create_trial_run(sweep, trial, job, archive({}), None)
+        add_trial_run(sweep, trial, job, archive({}), None)
     for number in range(1, 5):
         sweep.claim(TrialStart(1, number, 0, 0, 1.0, number))
 
@@ -457,7 +457,7 @@ def test_a_fleet_that_was_changed_in_the_plan_of_a_sweep_is_not_used_unasked(
     sweep = stored(directory_store)
     job = new_run(directory_store, recipe_job()).job_data
     for trial in sweep.plan.trials:
-        remember(create_trial_run(sweep, trial, job, archive({}), None))
+        remember(add_trial_run(sweep, trial, job, archive({}), None))
     elsewhere = {"ssh": {"hosts": ["gpu-of-somebody-else"]}}
     directory_store.put("sweeps/s/plan.json", encode(replace(sweep.plan, fleet=elsewhere)))
     driver = SweepDrive(Sweep(directory_store, "s"), refuse, print)
@@ -471,7 +471,7 @@ def test_a_run_that_a_person_has_stopped_is_shown_as_stopped(directory_store: St
     sweep = stored(directory_store)
     job = new_run(directory_store).job_data
     for trial in sweep.plan.trials:
-        run = create_trial_run(sweep, trial, job, b"code", None)
+        run = add_trial_run(sweep, trial, job, b"code", None)
         run.finish(Result("stopped", "stopped by user", 3, 1.0))
     sweep.claim(TrialStart(1, 1, 0, 0, 1.0, 1))
     rows = {row.trial: row.standing for row in sweep_table(directory_store, "s").rows}

@@ -17,7 +17,7 @@ from packtrain.data.pack import Pack
 from packtrain.job import Job
 from packtrain.pack.manifest import FORMAT, Manifest, ShardFile, Split
 from packtrain.recipes import Batch, Decoding, EvaluationRequest, Measurement, Prediction, Recipe, Scores
-from packtrain.run.run import Run, create_run
+from packtrain.run.run import Run, add_run
 from packtrain.store import Store
 from packtrain.train.engine import Engine
 from packtrain.train.world import World
@@ -31,7 +31,7 @@ def tiny_job(**sections: Any) -> Job:
 
 
 def tiny_run(store: Store, job: Job | None = None) -> Run:
-    return create_run(store, job or tiny_job(), b"", "pack-1")
+    return add_run(store, job or tiny_job(), b"", "pack-1")
 
 
 def tiny_engine(job: Job | None = None, world: World | None = None) -> Engine:

@@ -36,8 +36,8 @@ from packtrain.report.sweep import as_json as plain
 from packtrain.run.sweeps import Sweep, SweepPlan, sweep_names
 from packtrain.run.trust import Accept
 from packtrain.store import Store, StoreError, store_option
+from packtrain.sweep.create import SweepRequest, create_sweep, prepare_sweep
 from packtrain.sweep.drive import SweepDrive
-from packtrain.sweep.plan import SweepRequest, create_sweep, prepare_sweep
 
 _POLL_SECONDS = 1.0
 _TABLE_SECONDS = 5.0  # between two tables of a sweep that runs

@@ -15,24 +15,23 @@ import tempfile
 from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import AbstractContextManager
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from pathlib import Path
 from threading import Lock, Semaphore
 from typing import Protocol
 
 from packtrain.errors import Mistake, NotFound, PacktrainError
 from packtrain.files import sha256_of
+from packtrain.housekeeping.removal import lease_as_left
 from packtrain.housekeeping.uses import require_uses, uses_of
 from packtrain.job.part import FILES
 from packtrain.pack.manifest import find_manifest, pack_key
 from packtrain.run.checkpoint import committed, file_key, manifest_key
 from packtrain.run.inputs import given_keys
 from packtrain.run.liveness import state_of
-from packtrain.run.records import Lease
 from packtrain.run.run import Run
 from packtrain.run.trust import is_remembered, remember
 from packtrain.store import Store
-from packtrain.store.records import decode, encode
 from packtrain.system import cache_directory
 
 _SMALL_BYTES = 4 << 20  # an object without a known digest is compared in memory up to this size
@@ -188,7 +187,8 @@ class _Copier:
         other_records = [item for item in records if not item.key.startswith(run.key("nodes/"))]
         self._copy(run.name, [*other_records, *files])
         # Last: a launch that is newer than every lease means that machines are still to come.
-        self._copy("leases of its machines", [_as_left(run, item) for item in leases])
+        copies = [(item.key, lease_as_left(run.store, item.key)) for item in leases]
+        self._copy("leases of its machines", [_Item(key, len(data), data=data) for key, data in copies])
         for key in missing:
             self._put_manifest(key)
         # A manifest first: without its files a checkpoint must not seem to exist.
@@ -255,10 +255,3 @@ class _Copier:
     def _arrived(self, item: _Item, digest: str, path: Path) -> bool:
         self._destination.get_file(item.key, path, item.size)
         return sha256_of(path) == digest
-
-
-def _as_left(run: Run, item: _Item) -> _Item:
-    """Return a lease with its machine gone: a fresh copy of it would look like a machine that is alive."""
-    lease = decode(Lease, run.store.get(item.key), item.key)
-    data = encode(replace(lease, left=True))
-    return _Item(item.key, len(data), data=data)

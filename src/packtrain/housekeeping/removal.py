@@ -172,13 +172,17 @@ def _copy(run: Run, target: Run) -> set[str]:
         if not key.startswith(run.key("nodes/")):
             store.copy(key, targets[key])
             return
-        # A lease that was written just now would look like that of a machine that is alive.
-        lease = decode(Lease, store.get(key), f"{key} in {store.url}")
-        store.put(targets[key], encode(replace(lease, left=True)))
+        store.put(targets[key], lease_as_left(store, key))
 
     _in_parallel(copy, targets)
     store.copy(job_key, target.key("job.json"))
     return {*targets.values(), target.key("job.json")}
+
+
+def lease_as_left(store: Store, key: str) -> bytes:
+    """Return a lease with its machine gone: a fresh copy of it would look like a machine that is alive."""
+    lease = decode(Lease, store.get(key, MAX_RECORD_BYTES), f"{key} in {store.url}")
+    return encode(replace(lease, left=True))
 
 
 def _delete(store: Store, keys: Iterable[str]) -> None:

@@ -16,7 +16,7 @@ from packtrain.pack.manifest import Manifest
 from packtrain.recipes import Recipe
 from packtrain.run.inputs import given_keys
 from packtrain.run.records import JobSource
-from packtrain.run.run import Run, create_run
+from packtrain.run.run import Run, add_run
 from packtrain.run.trust import remember
 from packtrain.store import Store
 
@@ -55,7 +55,7 @@ def create(new_run: NewRun, tell: Tell = lambda _label, _line: None) -> Run:
     """Create the run; `tell` gets its notes, and another if the weights of another run do not fit as a whole."""
     for label, line in new_run.notes:
         tell(label, line)
-    run = create_with(new_run, lambda: create_run(new_run.store, new_run.job, new_run.code, new_run.pack_name), tell)
+    run = create_with(new_run, lambda: add_run(new_run.store, new_run.job, new_run.code, new_run.pack_name), tell)
     try:
         require_uses(new_run.store, new_run.uses)
     except PacktrainError:

@@ -100,7 +100,7 @@ class DryRun:
 
 def dry_run(loaded: LoadedJob) -> DryRun:
     """Return what a run would do; nothing is written, and no machine is asked."""
-    code, run, note = _next_run(loaded)
+    code, run, note = _look_ahead(loaded)
     with loaded.placing_mistakes():
         return DryRun(code, fleet_of(loaded.job.fleet.kind).plan(run), note)
 
@@ -116,14 +116,14 @@ def manifests(loaded: LoadedJob, form: str, progress: PackProgress | None, paren
     if form not in fleet.formats:
         raise Mistake(f"--format {form}: this fleet has no such manifests; it has {', '.join(fleet.formats)}")
     if progress is None:
-        _, run, note = _next_run(loaded)
+        _, run, note = _look_ahead(loaded)
         return ("" if note is None else f"# {note}\n") + fleet.manifests(run, form)
     run = create(check(loaded, progress, parent), lambda label, line: progress.say(f"{label}: {line}"))
     _record_launch(run)
     return fleet.manifests(run, form)
 
 
-def _next_run(loaded: LoadedJob) -> tuple[CodeSnapshot, Run, str | None]:
+def _look_ahead(loaded: LoadedJob) -> tuple[CodeSnapshot, Run, str | None]:
     """Return the code and the next run, and why it has no number if its bucket does not answer at once."""
     check_can_run(loaded)
     job, code = loaded.job, take_code(loaded)

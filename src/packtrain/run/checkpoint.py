@@ -261,7 +261,8 @@ def fetch_newest(
                 return checkpoint
             except (CorruptCheckpoint, Mistake) as error:
                 refuse(f"checkpoint {checkpoint.name}: {error}")
-        _empty(directory)  # the next one must not be mixed with files of this one
+        shutil.rmtree(directory)  # the next one must not be mixed with files of this one
+        directory.mkdir()
     if refused:
         raise Mistake(f"none of the {len(refused)} checkpoints of {run.name} can be used: {refused[0]}")
     if readable:
@@ -371,11 +372,3 @@ def manifest_key(run: Run, name: str) -> str:
 def file_key(run: Run, name: str, file_name: str) -> str:
     # In a folder of their own: a program may name one of its files manifest.json.
     return run.key(f"checkpoints/{name}/files/{file_name}")
-
-
-def _empty(directory: Path) -> None:
-    for path in directory.iterdir():
-        if path.is_dir():
-            shutil.rmtree(path)
-        else:
-            path.unlink()

@@ -318,13 +318,10 @@ def states_now(
 
 
 def _at_one_look(run: Run, store_now: datetime | None) -> State | None:
-    state = state_by(_ages(run, store_now))
-    return without_nodes(run) if state == "interrupted" else state
-
-
-def _ages(run: Run, store_now: datetime | None) -> list[LeaseAge] | None:
     modified = {entry.key: entry.modified for entry in run.store.list(run.key("nodes/"))}
-    return [_age(run, lease, modified, store_now) for lease in run.leases() if not lease.left] if modified else None
+    present = [lease for lease in run.leases() if not lease.left] if modified else []
+    state = state_by([_age(run, lease, modified, store_now) for lease in present] if modified else None)
+    return without_nodes(run) if state == "interrupted" else state
 
 
 def _age(run: Run, lease: Lease, modified: Mapping[str, datetime], store_now: datetime | None) -> LeaseAge:

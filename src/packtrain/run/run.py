@@ -412,7 +412,7 @@ def _read_each(read: Callable[[Item], Answer], items: Sequence[Item]) -> list[An
         return list(readers.map(read, items))
 
 
-def create_run(store: Store, job: Job, code: bytes, pack: str | None) -> Run:
+def add_run(store: Store, job: Job, code: bytes, pack: str | None) -> Run:
     """Create a folder named after the job with the next free number; `pack` is what a recipe trains on."""
     for run in _new_runs(store, job, code):
         # Two clients may try the same number at the same time: the second one gets False, and takes the next.
@@ -425,7 +425,7 @@ def create_run(store: Store, job: Job, code: bytes, pack: str | None) -> Run:
 
 
 def next_run(store: Store, job: Job, code: bytes) -> Run:
-    """Return the run that `create_run` would create now, also if the store is yet to be created."""
+    """Return the run that `add_run` would create now, also if the store is yet to be created."""
     try:
         return next(_new_runs(store, job, code))
     except StoreAway as away:

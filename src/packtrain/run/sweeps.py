@@ -234,7 +234,7 @@ def sweep_of(run: Run) -> str | None:
     return None if data is None else decode_name(data, f"{key} in {run.store.url}")
 
 
-def create_trial_run(sweep: Sweep, trial: Trial, job_data: bytes, code: bytes, pack: str | None) -> Run:
+def add_trial_run(sweep: Sweep, trial: Trial, job_data: bytes, code: bytes, pack: str | None) -> Run:
     """Create the run of a trial, or complete one that a killed client has left half made."""
     run, store = Run(sweep.store, trial.run, job_data, code), sweep.store
     if not store.exists(run.key("job.json")) and removed_run(store, run.name) is not None:

@@ -19,7 +19,7 @@ from packtrain.launch.load import load
 from packtrain.observe.measure import BestBy, measure_of
 from packtrain.pack.build import PackProgress, PlainProgress
 from packtrain.recipes import recipe_class
-from packtrain.run.sweeps import Rung, Sweep, SweepPlan, Trial, create_trial_run
+from packtrain.run.sweeps import Rung, Sweep, SweepPlan, Trial, add_trial_run
 from packtrain.store import open_store
 from packtrain.sweep.rungs import rungs_for
 from packtrain.sweep.space import Combination, combinations_of, read_axes
@@ -156,6 +156,6 @@ def create_sweep(prepared: PreparedSweep, progress: PackProgress) -> Sweep:
     sweep.put_plan(plan)
     for trial, run in zip(plan.trials, new_runs, strict=True):
         job = run.job.model_dump_json(indent=1).encode()
-        create_with(run, partial(create_trial_run, sweep, trial, job, run.code, run.pack_name))
+        create_with(run, partial(add_trial_run, sweep, trial, job, run.code, run.pack_name))
     require_uses(store, reduce(or_, (run.uses for run in new_runs)))
     return sweep
