@@ -207,25 +207,18 @@ class BundleFile:
         """Add the wheels, pip and the lock to a tar, each of them checked, but not the bundle's own Packtrain."""
         self.check_packages()
         for name in (LOCK, *self.names(TOOLS, WHEELS)):
+            reader = self._tar.extractfile(self._members[name])
+            assert reader is not None  # only files are members
+            entry, digest = tarfile.TarInfo(name), hashlib.sha256()
             with tempfile.TemporaryFile(dir=cache_directory()) as file:
-                entry = tarfile.TarInfo(name)
-                entry.size = self._copy(name, file)
+                while chunk := reader.read(_CHUNK):
+                    digest.update(chunk)
+                    file.write(chunk)
+                if digest.hexdigest() != self._sums.get(name):
+                    raise Mistake(f"{self.path}: {name} is damaged; copy the bundle again")
+                entry.size = file.tell()
                 file.seek(0)
                 tar.addfile(entry, file)
-
-    def _copy(self, name: str, file: IO[bytes]) -> int:
-        """Write one file of the bundle, checked, and return its size."""
-        member = self._members.get(name)
-        reader = None if member is None else self._tar.extractfile(member)
-        if member is None or reader is None:
-            raise Mistake(f"{self.path}: has no {name}; make it again with `packtrain bundle`")
-        digest = hashlib.sha256()
-        while chunk := reader.read(_CHUNK):
-            digest.update(chunk)
-            file.write(chunk)
-        if digest.hexdigest() != self._sums.get(name):
-            raise Mistake(f"{self.path}: {name} is damaged; copy the bundle again")
-        return member.size
 
     def _name(self, member: tarfile.TarInfo) -> str:
         folders = PurePosixPath(member.name).parts

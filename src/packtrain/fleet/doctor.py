@@ -320,19 +320,17 @@ def _check(machine: str, step: str, ok: bool, detail: str, advice: str) -> Check
 def measure_links(usable: Sequence[Usable], options: Sequence[str], secrets: dict[str, str]) -> LinkSpeed:
     """Measure an all-reduce between all machines that can take part."""
 
+    backend = "nccl" if all(facts.gpus for able in usable for facts in able.machines) else "gloo"
+
     def join(rank: int) -> str:
         able = usable[rank]
         differing = able.target.link_options(rank, able.machines[0])
-        words = ["--", *options, "--backend", link_backend(usable), *differing]
+        words = ["--", *options, "--backend", backend, *differing]
         return able.target.run(verb_command(able.python, "link-probe", words), secrets, _LINK_PROBE_SECONDS)
 
     with ThreadPoolExecutor(len(usable)) as pool:  # a thread for each: all must run at the same time to meet
         answers = list(pool.map(join, range(len(usable))))
     return LinkSpeed(**documents(answers[0])[0])  # a collective: all of them measured the same
-
-
-def link_backend(usable: Sequence[Usable]) -> str:
-    return "nccl" if all(facts.gpus for able in usable for facts in able.machines) else "gloo"
 
 
 def _link_probe(usable: Sequence[Usable], options: Sequence[str], secrets: dict[str, str]) -> Check:

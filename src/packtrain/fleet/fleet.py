@@ -267,6 +267,11 @@ def node_arguments(run: Run, python: str, kind: FleetKind, interface: str | None
     return (python, "-P", "-m", "packtrain", *words, *where, *off)
 
 
+def run_to_check(job: Job, store: Store) -> Run:
+    """Return a run of the job for a dry run: there is none yet, and its number does not matter."""
+    return Run(store, f"{job.name[:56]}-1", job.model_dump_json().encode(), b"")
+
+
 def store_arguments(run: Run) -> tuple[str, ...]:
     """Return how a command on another machine finds the run's store, and refuses another one at the same place."""
     return ("--store", run.store.url, *(() if run.store.identity is None else ("--store-id", run.store.identity)))

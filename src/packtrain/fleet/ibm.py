@@ -47,6 +47,7 @@ from packtrain.fleet.fleet import (
     missing_programs,
     node_arguments,
     passed_variables,
+    run_to_check,
     silent,
     states_of,
     tried,
@@ -317,8 +318,7 @@ class IbmFleet(CloudFleet, HasQueue, HasShell, Releases):
                 raise FieldMistake("fleet.ibm.cancel_with", f"{name} is not set here; export it before the run")
         if store.is_directory:  # known only when the servers are there, and paid for
             say(f"{store.url} is a directory: the servers have to mount it, by image or post_install; or use a bucket")
-        account = self.provider()
-        first = Run(store, f"{job.name[:56]}-1", job.model_dump_json().encode(), b"")
+        account, first = self.provider(), run_to_check(job, store)
         account.verify({**self._order(tags_of(first), account), "hostname": f"{label_of(first)}-1"}, self._settings)
 
     def create(self, run: Run, plans: Sequence[LaunchPlan], say: Say) -> None:

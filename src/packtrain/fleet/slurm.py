@@ -58,6 +58,7 @@ from packtrain.fleet.fleet import (
     missing_programs,
     node_arguments,
     passed_variables,
+    run_to_check,
     silent,
     states_of,
     store_arguments,
@@ -264,10 +265,8 @@ class SlurmFleet(Fleet, HasTargets, HasQueue, CancelsQueued, HasShell):
         settings = with_cpus(self._settings)
         if settings.needs_cpus:
             say("no node of Slurm says how many cores it has for a GPU; set fleet.slurm.cpus_per_gpu")
-        # There is no run yet; neither its name nor its code matters to Slurm.
-        first = Run(store, f"{job.name[:56]}-1", b"", b"")
         try:
-            ask(("sbatch", "--test-only"), script(first, job, settings))
+            ask(("sbatch", "--test-only"), script(run_to_check(job, store), job, settings))
         except Mistake as mistake:
             if _UNAVAILABLE not in str(mistake):
                 raise

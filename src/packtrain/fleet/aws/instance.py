@@ -321,10 +321,6 @@ def _value(text: str, name: str) -> str:
     return text.partition(f"<{name}>")[2].partition("<")[0]
 
 
-def is_noticed() -> bool:
-    return metadata("spot/instance-action") is not None
-
-
 def main(command: str, *words: str) -> None:
     if command == "metadata":
         print(_entry(words[0]))
@@ -341,7 +337,7 @@ def main(command: str, *words: str) -> None:
     elif command == "terminate":
         terminate(words[0] == "replace")
     elif command == "noticed":
-        sys.exit(0 if is_noticed() else 1)
+        sys.exit(1 if metadata("spot/instance-action") is None else 0)
 
 
 if __name__ == "__main__":

@@ -69,12 +69,15 @@ def launch_plans(run: Run, settings: AwsSettings, region: AwsRegion) -> list[Lau
         "MaxSize": 0,
         "DesiredCapacity": 0,
     }
+    ranges = [{"CidrIp": settings.ssh_from, "Description": "ssh"}]
+    ssh_rule = {"IpProtocol": "tcp", "FromPort": 22, "ToPort": 22, "IpRanges": ranges}
+    ssh = {"GroupId": "${SECURITY_GROUP}", "IpPermissions": [ssh_rule]}
     requests: list[tuple[str, str, Mapping[str, Any]]] = [
         *_role(run, settings, region, tags),
         ("ec2", "create-security-group", firewall),
         # One request for each rule: AWS refuses all of a request if the group has one of its rules already.
         ("ec2", "authorize-security-group-ingress", _BETWEEN_MEMBERS),
-        *([] if settings.ssh_from is None else [("ec2", "authorize-security-group-ingress", _ssh(settings.ssh_from))]),
+        *([] if settings.ssh_from is None else [("ec2", "authorize-security-group-ingress", ssh)]),
         *([("ec2", "authorize-security-group-egress", _BETWEEN_MEMBERS)] if settings.efa else []),
         ("ec2", "create-launch-template", _template(settings, label, tags)),
         ("autoscaling", "create-auto-scaling-group", _group(settings, label, tags)),
@@ -140,12 +143,6 @@ def _role(
     yield "iam", "put-role-policy", inline
     yield "iam", "create-instance-profile", {"InstanceProfileName": name, "Path": path, "Tags": tags}
     yield "iam", "add-role-to-instance-profile", {"InstanceProfileName": name, "RoleName": name}
-
-
-def _ssh(network: str) -> dict[str, Any]:
-    ranges = [{"CidrIp": network, "Description": "ssh"}]
-    rule = {"IpProtocol": "tcp", "FromPort": 22, "ToPort": 22, "IpRanges": ranges}
-    return {"GroupId": "${SECURITY_GROUP}", "IpPermissions": [rule]}
 
 
 def _template(settings: AwsSettings, label: str, tags: Tags) -> dict[str, Any]:

@@ -41,6 +41,7 @@ from packtrain.fleet.fleet import (
     Word,
     missing_package,
     passed_variables,
+    run_to_check,
     silent,
     states_of,
 )
@@ -250,8 +251,7 @@ class KubernetesFleet(CloudFleet, HasManifests, HasQueue, CancelsQueued, HasShel
         settings = self._settings
         check_store(store, settings)
         cluster = self._cluster()
-        first = Run(store, f"{job.name[:56]}-1", job.model_dump_json().encode(), b"")  # there is no run yet
-        for document in documents(first, settings):
+        for document in documents(run_to_check(job, store), settings):
             document["metadata"]["generateName"] = f"{document['metadata'].pop('name')[:40]}-"  # never one in use
             try:
                 cluster.ask("POST", JOBS, body=document, query={"dryRun": "All"})
