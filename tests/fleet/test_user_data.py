@@ -24,8 +24,7 @@ from packtrain.errors import Mistake
 from packtrain.files import sha256_of
 from packtrain.fleet.aws.fleet import AwsSettings, spot_notice
 from packtrain.fleet.aws.instance import Refused, attach, fetch, note_volume, request, secret, tell, terminate
-from packtrain.fleet.aws.launch import MAX_USER_DATA
-from packtrain.fleet.aws.user_data import boot_script, put_environment
+from packtrain.fleet.aws.launch import MAX_USER_DATA, boot_script, put_environment
 from packtrain.node.preemption import PreemptionNotice
 from packtrain.run.run import Run
 from packtrain.store import Store, open_store

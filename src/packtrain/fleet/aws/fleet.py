@@ -20,9 +20,8 @@ from packtrain.backoff import Backoff
 from packtrain.errors import FieldMistake, Mistake, PacktrainError
 from packtrain.fleet.aws.checks import check_store, check_types, find_image, find_subnets, launch_checks, lookups
 from packtrain.fleet.aws.instance import metadata
-from packtrain.fleet.aws.launch import carry_out, find_group, launch_plans, trouble_of
+from packtrain.fleet.aws.launch import carry_out, find_group, launch_plans, put_environment, trouble_of
 from packtrain.fleet.aws.region import AwsRefusal, AwsRegion, default_region
-from packtrain.fleet.aws.user_data import put_environment
 from packtrain.fleet.aws.volumes import DiskSize, VolumeSettings, snapshot_of, volume_zones
 from packtrain.fleet.cloud import CloudBuilder, CloudFleet, budget_seconds, label_of, wait_until_left
 from packtrain.fleet.fleet import (
