@@ -154,5 +154,11 @@ class RentalFleet(CloudFleet, Releases):
     def release(self, run: Run, say: Say = silent) -> None:
         """Keep the machines, unless a test replaces this by `give_back`."""
 
+    def state_in_queue(self, run: Run) -> str | None:  # noqa: ARG002
+        return None
+
+    def shell(self, run: Run, machine: str | None) -> tuple[str, ...]:  # noqa: ARG002
+        raise Mistake(f"{run.name}: a rental has no shells")
+
     def checks(self, store: Store | None) -> Iterator[Check]:  # noqa: ARG002
         yield from ()

@@ -18,7 +18,7 @@ from typing import Any
 
 from packtrain.backoff import Backoff
 from packtrain.errors import Mistake, NotFinished, PacktrainError
-from packtrain.fleet.fleet import Check, Fleet, FleetBuilder, LaunchPlan, Say, silent
+from packtrain.fleet.fleet import Check, Fleet, FleetBuilder, HasQueue, HasShell, LaunchPlan, Say, silent
 from packtrain.fleet.host import StartedNode
 from packtrain.node.deadline import seconds_left
 from packtrain.run.liveness import LEASE_LOST_SECONDS
@@ -109,7 +109,7 @@ class CloudBuilder(FleetBuilder):
         """
 
 
-class CloudFleet(Fleet):
+class CloudFleet(Fleet, HasQueue, HasShell):
     no_foreground = "machines of a cloud cannot be tied to this command; omit --foreground, and use `packtrain down`"
 
     @abstractmethod

@@ -198,9 +198,15 @@ class HasShell(ABC):
 
 
 class HasQueue(ABC):
-    @abstractmethod
     def queue(self, run: Run) -> str | None:
         """Return the run's state in the fleet's queue; None if it has none, or none that can be asked from here."""
+        try:
+            return self.state_in_queue(run)
+        except PacktrainError:
+            return None  # no credentials or no program here, or no answer; the store still has one
+
+    @abstractmethod
+    def state_in_queue(self, run: Run) -> str | None: ...
 
 
 class CancelsQueued(ABC):

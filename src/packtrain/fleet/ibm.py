@@ -34,8 +34,6 @@ from packtrain.errors import FieldMistake, Mistake, PacktrainError
 from packtrain.fleet.cloud import CloudBuilder, CloudFleet, Provider, StillInUse, label_of, tags_of, wait_until_left
 from packtrain.fleet.fleet import (
     Check,
-    HasQueue,
-    HasShell,
     LaunchPlan,
     Machine,
     Python,
@@ -240,7 +238,7 @@ class IbmSettings(CloudBuilder):
         return [account]
 
 
-class IbmFleet(CloudFleet, HasQueue, HasShell, Releases):
+class IbmFleet(CloudFleet, Releases):
     programs = ("ssh",)
 
     def __init__(self, settings: IbmSettings) -> None:
@@ -486,11 +484,8 @@ class IbmFleet(CloudFleet, HasQueue, HasShell, Releases):
         unready = [server.machine for server in servers if not server.is_ready]
         return [*(self._over_ssh(run, ready).machines(run) if ready else []), *unready]
 
-    def queue(self, run: Run) -> str | None:
-        try:
-            return states_of([server.machine for server in self.provider().servers(label_of(run))])
-        except PacktrainError:
-            return None  # no credentials here, or no answer; the store still has one
+    def state_in_queue(self, run: Run) -> str:
+        return states_of([server.machine for server in self.provider().servers(label_of(run))])
 
     def down(self, run: Run, say: Say = silent) -> list[str]:
         ended = super().down(run, say)

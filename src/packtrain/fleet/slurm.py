@@ -17,7 +17,6 @@ import math
 import os
 import re
 import shlex
-import shutil
 import subprocess
 import sys
 import time
@@ -306,13 +305,8 @@ class SlurmFleet(Fleet, HasTargets, HasQueue, CancelsQueued, HasShell):
     def cancel_queued(self, run: Run) -> None:
         _cancel((queued for queued in _own_jobs(run) if queued.is_pending), "--state=PENDING")
 
-    def queue(self, run: Run) -> str | None:
-        if shutil.which("squeue") is None:
-            return None
-        try:
-            return states_of(self.machines(run))
-        except Mistake:
-            return None  # the cluster does not answer; the store still does
+    def state_in_queue(self, run: Run) -> str:
+        return states_of(self.machines(run))
 
     def shell(self, run: Run, machine: str | None) -> tuple[str, ...]:
         jobs = [queued for queued in _own_jobs(run) if queued.is_running]

@@ -97,10 +97,8 @@ def default_kind(kinds: Mapping[str, str], word: str) -> Any:
 class FleetKind(Part):
     """Where the machines come from, and how many of them. `power_off`: a machine shuts down after its part of the run.
 
-    Every kind is a `FleetBuilder` (fleet/fleet.py), from which its fleet is built.
-
     `shares_machines`: several nodes of one run may be on one machine, each with a part of it, and each counts as a
-    machine.
+    machine. Every kind is a `FleetBuilder` (fleet/fleet.py), from which its fleet is built.
     """
 
     shares_machines: ClassVar[bool] = False

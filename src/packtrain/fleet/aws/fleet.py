@@ -28,8 +28,6 @@ from packtrain.fleet.fleet import (
     Check,
     DiskSnapshot,
     HasNotices,
-    HasQueue,
-    HasShell,
     HasVolumes,
     LaunchPlan,
     Machine,
@@ -225,7 +223,7 @@ class AwsSettings(CloudBuilder):
         return [AwsRegion(None, place) for place in places]
 
 
-class AwsFleet(CloudFleet, HasQueue, HasShell, HasNotices, HasVolumes, Releases):
+class AwsFleet(CloudFleet, HasNotices, HasVolumes, Releases):
     def __init__(self, settings: AwsSettings) -> None:
         self._settings = settings
 
@@ -293,17 +291,14 @@ class AwsFleet(CloudFleet, HasQueue, HasShell, HasNotices, HasVolumes, Releases)
             for instance in self.provider().instances(label_of(run))
         ]
 
-    def queue(self, run: Run) -> str | None:
+    def state_in_queue(self, run: Run) -> str | None:
         """Return the state of the machines, and why there are fewer than wanted."""
-        try:
-            region, label = self.provider(), label_of(run)
-            group = find_group(region, label)
-            if group is None:
-                return None
-            machines, size = self.machines(run), group["DesiredCapacity"]
-            trouble = trouble_of(_activities(region, label)) if len(machines) < size else None
-        except PacktrainError:
-            return None  # without credentials; the store still answers
+        region, label = self.provider(), label_of(run)
+        group = find_group(region, label)
+        if group is None:
+            return None
+        machines, size = self.machines(run), group["DesiredCapacity"]
+        trouble = trouble_of(_activities(region, label)) if len(machines) < size else None
         state = f"{states_of(machines) or 'no machine'} of {size}"
         return state if trouble is None else f"{state}: {trouble.text}"
 

@@ -33,8 +33,6 @@ from packtrain.fleet.fleet import (
     CancelsQueued,
     Check,
     HasManifests,
-    HasQueue,
-    HasShell,
     LaunchPlan,
     Machine,
     Python,
@@ -230,7 +228,7 @@ class KubernetesSettings(CloudBuilder):
         return [Namespace(Cluster(namespace=place)) for place in places or (None,)]
 
 
-class KubernetesFleet(CloudFleet, HasManifests, HasQueue, CancelsQueued, HasShell):
+class KubernetesFleet(CloudFleet, HasManifests, CancelsQueued):
     formats = FORMATS
 
     def __init__(self, settings: KubernetesSettings) -> None:
@@ -307,11 +305,8 @@ class KubernetesFleet(CloudFleet, HasManifests, HasQueue, CancelsQueued, HasShel
     def machines(self, run: Run) -> list[Machine]:
         return _machines(self._cluster(), run)
 
-    def queue(self, run: Run) -> str | None:
-        try:
-            return states_of(self.machines(run)) or None
-        except PacktrainError:
-            return None  # the cluster does not answer; the store still does
+    def state_in_queue(self, run: Run) -> str | None:
+        return states_of(self.machines(run)) or None
 
     def shell(self, run: Run, machine: str | None) -> tuple[str, ...]:
         cluster = self._cluster()
