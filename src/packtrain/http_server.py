@@ -29,7 +29,7 @@ from uvicorn.protocols.http.h11_impl import H11Protocol
 
 from packtrain.errors import Mistake, printable, quoted
 
-HEADERS = {
+_HEADERS = {
     "Content-Security-Policy": (
         "default-src 'none'; script-src 'self'; style-src 'self'; img-src 'self' blob:; connect-src 'self';"
         " font-src 'self';"
@@ -135,16 +135,18 @@ def is_from_elsewhere(request: Request) -> bool:
     return True
 
 
-def with_headers(send: Send, headers: dict[str, str]) -> Send:
-    """Return a `send` that adds headers to the answer."""
-    extra = [(name.lower().encode(), value.encode()) for name, value in headers.items()]
+class SendAnswer:
+    """The `send` of one request, which adds the headers of every answer and remembers the status."""
 
-    async def send_on(message: Message) -> None:
+    def __init__(self, send: Send) -> None:
+        self._send, self.status = send, CLIENT_LEFT
+
+    async def __call__(self, message: Message) -> None:
         if message["type"] == "http.response.start":
+            self.status = message["status"]
+            extra = [(name.lower().encode(), text.encode()) for name, text in _HEADERS.items()]
             message["headers"] = [*message.get("headers", ()), *extra]
-        await send(message)
-
-    return send_on
+        await self._send(message)
 
 
 def log_line(scope: Scope, route: str, status: int, seconds: float, details: str = "") -> str:

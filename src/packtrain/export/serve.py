@@ -36,7 +36,7 @@ from starlette.exceptions import HTTPException
 from starlette.requests import ClientDisconnect, Request
 from starlette.responses import JSONResponse, Response
 from starlette.routing import Route
-from starlette.types import ASGIApp, Message, Receive, Scope, Send
+from starlette.types import ASGIApp, Receive, Scope, Send
 
 from packtrain.errors import Mistake, quoted
 from packtrain.export.batching import Batched, QueueFull
@@ -69,14 +69,13 @@ from packtrain.export.service import Answer, Manner, Question, ServedModel, Serv
 from packtrain.http_server import (
     CLIENT_LEFT,
     FILE_KINDS,
-    HEADERS,
+    SendAnswer,
     Token,
     is_from_elsewhere,
     log_line,
     names_this_machine,
     page_files,
     server_config,
-    with_headers,
 )
 from packtrain.pack.vocabulary import MAX_TEXT_BYTES, is_too_long
 from packtrain.process import end_process
@@ -167,28 +166,20 @@ class Door:
         self.num_working = 0
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        started, status = time.perf_counter(), CLIENT_LEFT
+        started, answer = time.perf_counter(), SendAnswer(send)
         is_work = scope["path"] in _WORK
-
-        async def send_on(message: Message) -> None:
-            nonlocal status
-            if message["type"] == "http.response.start":
-                status = message["status"]
-            await send(message)
-
         self.num_working += is_work
-        send_safely = with_headers(send_on, HEADERS)
         try:
-            await self._within(scope, receive, send_safely)
+            await self._within(scope, receive, answer)
         except asyncio.CancelledError:  # after a second signal; Uvicorn would print a traceback
-            if status == CLIENT_LEFT:
-                await _fault_response(_ending())(scope, receive, send_safely)
+            if answer.status == CLIENT_LEFT:
+                await _fault_response(_ending())(scope, receive, answer)
         finally:
             self.num_working -= is_work
             seconds = time.perf_counter() - started
             route = _route_of(scope["path"])
-            self._service.metrics.count_request(route, status, seconds)
-            self._log(log_line(scope, route, status, seconds, scope["state"].get("details", "")))
+            self._service.metrics.count_request(route, answer.status, seconds)
+            self._log(log_line(scope, route, answer.status, seconds, scope["state"].get("details", "")))
 
     async def _within(self, scope: Scope, receive: Receive, send: Send) -> None:
         try:

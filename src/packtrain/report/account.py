@@ -19,7 +19,6 @@ from packtrain.run.checkpoint import whole_name
 from packtrain.run.records import Generation
 from packtrain.units import counted, show_bytes, show_count, show_dollars, show_seconds
 
-_NO_FAULT = ("start", "resumed", "joined")  # causes of generations that are nobody's failure
 _MAX_ROWS = 50
 _FAULT_HEADS = ("when (UTC)", "cause", "what happened", "machine to blame", "recovery", "steps again")
 _FILES = {
@@ -42,7 +41,7 @@ def faults(evidence: Evidence) -> Finding:
     """Find the failures and their cost."""
     key, question = "faults", "What went wrong, and what did it cost?"
     failed = evidence.status.state == "failed"
-    restarts = [generation for generation in evidence.generations if generation.cause not in _NO_FAULT]
+    restarts = [generation for generation in evidence.generations if generation.is_after_fault]
     warnings = sum(event.display == "warning" for event in evidence.events)
     warned = (f"{counted(warnings, 'warning')} among the events below.",) if warnings else ()
     if not restarts and not failed:

@@ -22,30 +22,25 @@ from typing import Any
 import uvicorn
 from starlette.requests import Request
 from starlette.responses import RedirectResponse
-from starlette.types import Message, Receive, Scope, Send
+from starlette.routing import Route
+from starlette.types import Receive, Scope, Send
 
 from packtrain.errors import quoted
 from packtrain.http_server import (
     CLIENT_LEFT,
-    HEADERS,
+    SendAnswer,
     Token,
     is_from_elsewhere,
     known_route,
     log_line,
     names_this_machine,
     server_config,
-    with_headers,
 )
 from packtrain.store import Store
 from packtrain.web.endpoints import DashboardEndpoints, error_answer
 from packtrain.web.news import News
 from packtrain.web.query import RefusedRequest
 from packtrain.web.run_list import RunList
-
-_ROUTES = (
-    "/", "/assets/", "/api/runs", "/api/runs/", "/api/answers", "/api/series", "/api/bands", "/api/machines",
-    "/api/logs", "/api/samples", "/api/picture", "/api/difference", "/api/sweeps", "/api/sweeps/", "/api/stream",
-)  # fmt: skip
 
 
 class DashboardServer(uvicorn.Server):
@@ -95,20 +90,13 @@ class DashboardDoor:
 
     def __init__(self, endpoints: DashboardEndpoints, token: Token, is_local: bool, log: Callable[[str], None]) -> None:
         self._app, self._token, self._is_local, self._log = endpoints.application(), token, is_local, log
+        self._routes = [route.path.partition("{")[0] for route in self._app.routes if isinstance(route, Route)]
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        started, status = time.perf_counter(), CLIENT_LEFT
+        started, answer = time.perf_counter(), SendAnswer(send)
         first, slash, path = scope["path"].removeprefix("/").partition("/")
         has_token = self._token.is_equal(first)
         inner: Scope = {**scope, "path": f"/{path}", "raw_path": b""} if has_token else scope
-
-        async def send_on(message: Message) -> None:
-            nonlocal status
-            if message["type"] == "http.response.start":
-                status = message["status"]
-            await send(message)
-
-        answer = with_headers(send_on, HEADERS)
         try:
             self._check(Request(scope), has_token)
             is_page = not has_token or slash  # addresses in the page are relative to it
@@ -116,9 +104,10 @@ class DashboardDoor:
         except RefusedRequest as refused:
             await error_answer(refused.status, str(refused))(scope, receive, answer)
         finally:
-            if status >= 400 and status != CLIENT_LEFT:  # a page asks all the time; a person reads the log
-                route = known_route(inner["path"], _ROUTES)
-                self._log(log_line(scope, route, status, time.perf_counter() - started))
+            # A page asks all the time, and a person reads the log.
+            if answer.status >= 400 and answer.status != CLIENT_LEFT:
+                route = known_route(inner["path"], self._routes)
+                self._log(log_line(scope, route, answer.status, time.perf_counter() - started))
 
     def _check(self, request: Request, has_token: bool) -> None:
         """Refuse a request that may not enter; `has_token` if it has the token in its path."""
