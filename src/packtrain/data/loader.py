@@ -126,6 +126,7 @@ class RankBatches(Iterator[LoadedBatch]):
             if self._batches is None:
                 self._batches = self.order.batches(epoch)
                 self._repeats = self.order.repeats(self._batches)
+            # Here and not before the first batch, so that a store that fails is retried as it is for a batch.
             if self._prefetching is None:
                 ids = [np.zeros(0, np.int64), *map(self._share, self._batches[number:])]
                 with ExitStack() as stack:
@@ -135,7 +136,7 @@ class RankBatches(Iterator[LoadedBatch]):
                 loaded = self._load(self._batches, self._repeats[number])
                 self._at = Position(epoch, number + 1)
                 return loaded
-            self.close()
+            self.close()  # the prefetching of an epoch ends when the next one begins
             self._at, self._batches = Position(epoch + 1), None
 
     def _load(self, batches: list[Ids], repeats: Ids) -> LoadedBatch:
