@@ -15,6 +15,8 @@ from packtrain.data.order import Ids
 from packtrain.recipes import Batch, Recipe
 from packtrain.recipes.caption import Caption
 from packtrain.recipes.caption.model import Captioner
+from packtrain.recipes.caption.scores import ORDERS, Cider, bleu_counts
+from packtrain.recipes.statistics import bleu_statistic, mean
 
 MakeRecipe = Callable[..., Recipe]
 
@@ -95,3 +97,13 @@ def random_images(count: int, height: int = 32, width: int = 32) -> Tensor:
 
 def tensors(recipe: Recipe, ids: Ids, epoch: int = 0) -> Batch:
     return {name: torch.from_numpy(rows) for name, rows in recipe.batch(ids, epoch).items()}
+
+
+def bleu(outputs: Sequence[str], references: Sequence[Sequence[str]]) -> tuple[float, ...]:
+    """Return BLEU-1, 2, 3 and 4 of captions."""
+    counts = bleu_counts(outputs, references)
+    return tuple(bleu_statistic(counts, order, smooth=False).value for order in range(1, ORDERS + 1))
+
+
+def mean_cider(cider: Cider, outputs: Sequence[str], references: Sequence[Sequence[str]]) -> float:
+    return mean([cider.score_of(*texts) for texts in zip(outputs, references, strict=True)]).value

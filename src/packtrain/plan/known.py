@@ -146,21 +146,15 @@ def _earlier(run: Run) -> _EarlierRun | None:
     for before in range(int(number) - 1, max(0, int(number) - 1 - _LOOKED_AT), -1):
         with suppress(PacktrainError, ValueError):
             candidate = Run(run.store, f"{stem}-{before}")
-            if not _is_same_work(run, candidate):
+            if _work_of(candidate.job) != _work_of(run.job) or candidate.pack_name() != run.pack_name():
+                continue
+            if candidate.job.fleet.kind.machines != run.job.fleet.kind.machines:
                 continue
             steps = steps_in(read_recent(candidate, _RECENT_STEPS, False), "train")
             speed = throughput(steps, run.job.train.batch.unit)
             if len(steps) >= _ENOUGH_STEPS and speed is not None:
                 return _EarlierRun(candidate.name, fmean(map(step_seconds, steps)), speed)
     return None
-
-
-def _is_same_work(run: Run, earlier: Run) -> bool:
-    return (
-        _work_of(earlier.job) == _work_of(run.job)
-        and earlier.job.fleet.kind.machines == run.job.fleet.kind.machines
-        and earlier.pack_name() == run.pack_name()
-    )
 
 
 def _like(forecast: Forecast, before: _EarlierRun) -> Forecast:

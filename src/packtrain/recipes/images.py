@@ -273,27 +273,16 @@ def read_image(source: str | bytes, short_side: int | None = None) -> Tiled:
     """Read an image file, given by its path or its bytes, and prepare it as packing does."""
     name = "the image" if isinstance(source, bytes) else printable(source)
     try:
-        data = source if isinstance(source, bytes) else _bytes_of(Path(source), name)
-        if len(data) > MAX_BYTES:
-            raise _too_large(name, len(data))
-        return to_tiled(data, short_side)
+        if not isinstance(source, bytes) and not Path(source).is_file():
+            raise Mistake(f"{name}: {'not a file' if Path(source).exists() else 'no such file'}")
+        size = len(source) if isinstance(source, bytes) else Path(source).stat().st_size
+        if size > MAX_BYTES:
+            raise Mistake(f"{name}: {show_bytes(size)} is too large; the limit is {show_bytes(MAX_BYTES)}")
+        return to_tiled(source if isinstance(source, bytes) else Path(source).read_bytes(), short_side)
     except UnusableImage as error:
         raise Mistake(f"{name}: {error.reason}; use a JPEG, PNG, WebP, GIF, BMP or TIFF file") from error
     except OSError as error:
         raise Mistake(f"{name}: cannot read: {error.strerror}") from None
-
-
-def _bytes_of(file: Path, name: str) -> bytes:
-    if not file.is_file():
-        raise Mistake(f"{name}: {'not a file' if file.exists() else 'no such file'}")
-    size = file.stat().st_size
-    if size > MAX_BYTES:
-        raise _too_large(name, size)
-    return file.read_bytes()
-
-
-def _too_large(name: str, size: int) -> Mistake:
-    return Mistake(f"{name}: {show_bytes(size)} is too large; the limit is {show_bytes(MAX_BYTES)}")
 
 
 def decode_box(image: Tiled, box: Box) -> Pixels:

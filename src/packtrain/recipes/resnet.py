@@ -110,12 +110,13 @@ class ResNet(nn.Module):
         self.conv1 = nn.Conv2d(3, shape.width, 7, 2, 3, bias=False) if large else _conv3x3(3, shape.width)
         self.bn1 = Norm(shape.width)
         self.maxpool = nn.MaxPool2d(3, 2, 1) if large else nn.Identity()
-        inputs = shape.width
+        inputs, block = shape.width, _BLOCKS[shape.block]
         for number, depth in enumerate(shape.depths):
             width = shape.width * 2**number
-            stage = _stage(_BLOCKS[shape.block], inputs, width, depth, 1 if number == 0 else 2)
+            first, outputs = block(inputs, width, 1 if number == 0 else 2), width * block.expansion
+            stage = nn.Sequential(first, *(block(outputs, width, 1) for _ in range(depth - 1)))
             self.add_module(f"layer{number + 1}", stage)
-            inputs = width * _BLOCKS[shape.block].expansion
+            inputs = outputs
         self.fc = None if classes is None else nn.Linear(inputs, classes)
         self._initialize()
         self.to(memory_format=torch.channels_last)  # type: ignore[call-overload]
@@ -166,8 +167,3 @@ def _shortcut(inputs: int, outputs: int, stride: int) -> nn.Sequential | None:
     if stride == 1 and inputs == outputs:
         return None
     return nn.Sequential(_conv1x1(inputs, outputs, stride), Norm(outputs))
-
-
-def _stage(block: type[BasicBlock] | type[Bottleneck], inputs: int, width: int, depth: int, stride: int) -> nn.Module:
-    first = block(inputs, width, stride)
-    return nn.Sequential(first, *(block(width * block.expansion, width, 1) for _ in range(depth - 1)))

@@ -23,7 +23,7 @@ from packtrain.job.job import Job, ModelSettings
 from packtrain.pack.shard import Array, Ragged
 from packtrain.pack.tiles import Box, Pixels, Tiled
 from packtrain.pack.vocabulary import PAD
-from packtrain.recipes.caption.scores import BLEU_SIGNATURE, CIDER_SIGNATURE, ORDERS, Cider, bleu, bleu_counts
+from packtrain.recipes.caption.scores import BLEU_SIGNATURE, CIDER_SIGNATURE, ORDERS, Cider, bleu_counts
 from packtrain.recipes.images import RESNETS, ImageInput, ImageRecipe, ResNetShape, decode_box, resnet_size
 from packtrain.recipes.pairs import LOGITS_HELD, padded_to_8
 from packtrain.recipes.pretrained import PIXELS, load_pretrained, pretrained_notes
@@ -396,39 +396,37 @@ class Caption(ImageRecipe[CaptionBatches]):
         counts = {"loss": int(sum(measured.sums["samples"] for measured in parts))}
         if not outputs:
             return Scores(values, counts=counts)
-        truth = self.references(split)
-        references = [truth.texts[sample] for sample in decode_ids.tolist()]
-        values |= {f"bleu{order}": score for order, score in enumerate(bleu(outputs, references), 1)}
-        values["cider"] = truth.cider.score(outputs, references)
+        values |= {name: score.value for name, score in self._output_scores(split, decode_ids, outputs).items()}
         counts |= {name: len(outputs) for name in values if name not in counts}
-        for name, (samples_of_source, cider) in truth.by_source.items():
-            chosen = [at for at, sample in enumerate(decode_ids.tolist()) if sample in samples_of_source]
-            if chosen:
-                chosen_texts = [outputs[at] for at in chosen], [references[at] for at in chosen]
-                values[f"bleu4_{name}"] = bleu(*chosen_texts)[-1]
-                values[f"cider_{name}"] = cider.score(*chosen_texts)
-                counts |= {f"bleu4_{name}": len(chosen), f"cider_{name}": len(chosen)}
+        for name, (samples_of_source, _) in self.references(split).by_source.items():
+            num_outputs = sum(sample in samples_of_source for sample in decode_ids.tolist())
+            counts |= {key: num_outputs for key in (f"bleu4_{name}", f"cider_{name}") if key in values}
         shown = {number: sample for measured in parts for number, sample in measured.samples.items()}
+        texts = self.references(split).texts
         samples = tuple(shown[number] for number in sorted(shown)) or tuple(
-            Sample(f"{split} image {sample}", " / ".join(texts), output)
-            for sample, texts, output in zip(decode_ids[:SHOWN_SAMPLES].tolist(), references, outputs, strict=False)
+            Sample(f"{split} image {sample}", " / ".join(texts[sample]), output)
+            for sample, output in zip(decode_ids[:SHOWN_SAMPLES].tolist(), outputs, strict=False)
         )
         return Scores(values, {"bleu4": BLEU_SIGNATURE, "cider": CIDER_SIGNATURE}, samples, counts)
 
     def statistics(self, split: str, ids: Ids, measured: Measurement) -> dict[str, Statistic]:
-        rows, outputs, truth = measured.rows, measured.outputs, self.references(split)
-        references = [truth.texts[sample] for sample in ids.tolist()]
+        loss = ratio(measured.rows["loss"], measured.rows["tokens"])
+        return {"loss": loss, **self._output_scores(split, ids, measured.outputs)}
+
+    def _output_scores(self, split: str, ids: Ids, outputs: Sequence[str]) -> dict[str, Statistic]:
+        truth, samples = self.references(split), ids.tolist()
+        references = [truth.texts[sample] for sample in samples]
         counts = bleu_counts(outputs, references)
         by_name = {f"bleu{order}": bleu_statistic(counts, order, smooth=False) for order in range(1, ORDERS + 1)}
-        by_name["loss"] = ratio(rows["loss"], rows["tokens"])
         by_name["cider"] = mean([truth.cider.score_of(*texts) for texts in zip(outputs, references, strict=True)])
         for name, (samples_of_source, cider) in truth.by_source.items():
             # A resample has any number of samples of a source: those of others count nothing.
-            mine = np.array([sample in samples_of_source for sample in ids.tolist()])
-            by_name[f"bleu4_{name}"] = bleu_statistic(counts * mine[:, None], smooth=False)
-            texts = zip(mine, outputs, references, strict=True)
-            scores = [cider.score_of(output, captions) if is_mine else 0.0 for is_mine, output, captions in texts]
-            by_name[f"cider_{name}"] = ratio(scores, mine)
+            mine = np.array([sample in samples_of_source for sample in samples])
+            if mine.any():
+                texts = zip(mine, outputs, references, strict=True)
+                scores = [cider.score_of(output, captions) if is_mine else 0.0 for is_mine, output, captions in texts]
+                by_name[f"bleu4_{name}"] = bleu_statistic(counts * mine[:, None], smooth=False)
+                by_name[f"cider_{name}"] = ratio(scores, mine)
         return by_name
 
     def sample_records(self, split: str, ids: Ids, measured: Measurement) -> Iterator[dict[str, Any]]:

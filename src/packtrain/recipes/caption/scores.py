@@ -35,25 +35,6 @@ def words(text: str) -> list[str]:
     return [token for word in pieces for token in _BEFORE_CLITIC.split(word)]
 
 
-def bleu(outputs: Sequence[str], references: Sequence[Sequence[str]]) -> tuple[float, ...]:
-    """Return SacreBLEU's BLEU-1, 2, 3 and 4 without smoothing. Each output has one reference or more."""
-    from sacrebleu.metrics.bleu import BLEU
-
-    if not outputs:
-        return (0.0,) * ORDERS
-    spelled, spelled_references = _spelled(outputs), [_spelled(texts) for texts in references]
-    # SacreBLEU wants equally many references for every output; repeating one changes neither counts nor lengths.
-    streams = [
-        [texts[min(at, len(texts) - 1)] for texts in spelled_references]
-        for at in range(max(map(len, spelled_references)))
-    ]
-    counted = BLEU(tokenize="none", smooth_method="none", max_ngram_order=ORDERS).corpus_score(spelled, streams)
-    return tuple(
-        BLEU.compute_bleu(counted.counts, counted.totals, counted.sys_len, counted.ref_len, max_ngram_order=order).score
-        for order in range(1, ORDERS + 1)
-    )
-
-
 def bleu_counts(outputs: Sequence[str], references: Sequence[Sequence[str]]) -> Floats:
     """Return the row of each output that BLEU is computed from (recipes/statistics.py)."""
     spelled, spelled_references = _spelled(outputs), [_spelled(texts) for texts in references]
@@ -99,11 +80,6 @@ class Cider:
             union._images += cider._images
             union._having.update(cider._having)
         return union
-
-    def score(self, outputs: Sequence[str], references: Sequence[Sequence[str]]) -> float:
-        """Return the mean over all outputs, or 0 if there are none."""
-        scores = [self.score_of(output, texts) for output, texts in zip(outputs, references, strict=True)]
-        return sum(scores) / len(scores) if scores else 0.0
 
     def score_of(self, output: str, references: Sequence[str]) -> float:
         sentence = self._sentence(output)

@@ -23,7 +23,7 @@ from packtrain.system import usable_cores
 if TYPE_CHECKING:
     from torch import nn
 
-    from packtrain.recipes.transformer import Attention, FeedForward, Transformer
+    from packtrain.recipes.transformer import Transformer
 
 _VOCABULARY = "shared_vocabulary.json"  # as the library calls it if source and target have the same
 _POSITIONS = MAX_INPUT_TOKENS + EXTRA_TOKENS + 1  # of the longest source, and of the longest translation after BOS
@@ -168,10 +168,15 @@ def _spec_of(model: Transformer) -> Any:
         stack.position_encodings.encodings = positions
         _set_norm(stack.layer_norm, getattr(model, f"{name}_norm"))
         for layer, trained in zip(stack.layer, getattr(model, name), strict=True):
-            _set_self_attention(layer.self_attention, trained.attention_norm, trained.attention)
+            attention, feedforward = trained.attention, trained.feedforward
+            _set_norm(layer.self_attention.layer_norm, trained.attention_norm)
+            _set_linears(layer.self_attention.linear, [attention.query, attention.key_value], [attention.output])
             if name == "decoder":
-                _set_memory_attention(layer.attention, trained.memory_norm, trained.memory_attention)
-            _set_feedforward(layer.ffn, trained.feedforward_norm, trained.feedforward)
+                memory = trained.memory_attention
+                _set_norm(layer.attention.layer_norm, trained.memory_norm)
+                _set_linears(layer.attention.linear, [memory.query], [memory.key_value], [memory.output])
+            _set_norm(layer.ffn.layer_norm, trained.feedforward_norm)
+            _set_linears([layer.ffn.linear_0, layer.ffn.linear_1], [feedforward[0]], [feedforward[3]])
     spec.decoder.projection.weight = embedding
     spec.decoder.projection.bias = np.zeros(model.vocabulary, np.float32)
     spec.decoder.projection.bias[[PAD, BOS]] = _NEVER
@@ -224,26 +229,8 @@ def _set_norm(spec: Any, norm: nn.Module) -> None:
     spec.gamma, spec.beta = _array(norm.weight), _array(norm.bias)
 
 
-def _set_linear(spec: Any, *layers: nn.Module) -> None:
-    """Set a linear layer, or several of them as one."""
-    spec.weight = np.concatenate([_array(layer.weight) for layer in layers])
-    spec.bias = np.concatenate([_array(layer.bias) for layer in layers])
-
-
-def _set_self_attention(spec: Any, norm: nn.Module, attention: Attention) -> None:
-    _set_norm(spec.layer_norm, norm)
-    _set_linear(spec.linear[0], attention.query, attention.key_value)
-    _set_linear(spec.linear[1], attention.output)
-
-
-def _set_memory_attention(spec: Any, norm: nn.Module, attention: Attention) -> None:
-    _set_norm(spec.layer_norm, norm)
-    _set_linear(spec.linear[0], attention.query)
-    _set_linear(spec.linear[1], attention.key_value)
-    _set_linear(spec.linear[2], attention.output)
-
-
-def _set_feedforward(spec: Any, norm: nn.Module, feedforward: FeedForward) -> None:
-    _set_norm(spec.layer_norm, norm)
-    _set_linear(spec.linear_0, feedforward[0])
-    _set_linear(spec.linear_1, feedforward[3])
+def _set_linears(specs: Sequence[Any], *layers: Sequence[nn.Module]) -> None:
+    """Set linear layers, each from one of ours or from several as one."""
+    for spec, ours in zip(specs, layers, strict=True):
+        spec.weight = np.concatenate([_array(layer.weight) for layer in ours])
+        spec.bias = np.concatenate([_array(layer.bias) for layer in ours])
