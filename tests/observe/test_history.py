@@ -14,6 +14,7 @@ from packtrain.observe.history import RECENT_STEPS, History, RecentPoints, read_
 from packtrain.run.points import PointBlock
 from packtrain.run.records import Point
 from packtrain.store import Store, open_store
+from packtrain.store.records import MAX_NUMBER
 from parts.runs import MEASURED, new_run
 
 
@@ -200,3 +201,12 @@ def test_a_million_steps_need_a_hundred_megabytes() -> None:
     assert history.tables["train"].rows == 1_000_000
     assert history.num_bytes < 100 << 20
     assert len(history.thinned("train.loss", 300)) <= 302
+
+
+def test_a_step_that_no_float_holds_is_accounted_for() -> None:
+    history = History("tokens")
+    for step in (MAX_NUMBER - 1, MAX_NUMBER):
+        history.add(a_point("train", 1, step), "key", "source")
+    history.add(a_point("start", 2, 1), "key", "source")
+    history.settle()
+    assert [point.step for point in surviving(history.seconds_after({}))] == [1]

@@ -38,7 +38,7 @@ _RECENT_BYTES = 64 << 20  # of metrics: about 100,000 steps
 _MOST_EPOCHS = 1000  # that are looked at one by one
 _MAX_WAITING = 256  # blocks of rows
 _MAX_CURVE = 400  # points that are kept of a curve of which only the shape is shown
-_NO_LIMIT = np.iinfo(np.int64).max
+_NO_LIMIT = int(np.iinfo(np.int64).max)
 _KIND_NUMBERS = {"start": 0, **{kind: number for number, kind in enumerate(KINDS, 1)}}
 _EDITIONS = itertools.count(int(time.time() * 1000))
 _OF_LOST_STEPS = ("step", "generation", "time")
@@ -308,7 +308,7 @@ class LossCurve:
         return as_json(table.all("loss")[self._spread(points)])
 
     def _spread(self, points: int) -> Rows:
-        steps = self._table.all("step").astype(np.int64)
+        steps = self._table.all("step")
         if len(steps) <= points:
             return np.arange(len(steps))
         chosen = extremes(steps, self._table.all("loss"), int(steps[0]), int(steps[-1]) + 1, points)
@@ -493,4 +493,5 @@ def _summed(table: Table, rows: Rows) -> Iterator[Point]:
     if len(rows):
         values = {name: float(np.nansum(table.all(name)[rows])) for name in table.names if name.endswith("_seconds")}
         generation, step, end = (float(table.all(name)[rows[-1]]) for name in ("generation", "step", "time"))
-        yield Point("train", int(generation), int(step), end, values)
+        # A float has no number between the largest of the integers and the one after it.
+        yield Point("train", min(int(generation), _NO_LIMIT), min(int(step), _NO_LIMIT), end, values)
