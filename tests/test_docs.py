@@ -57,7 +57,10 @@ def test_the_map_lists_every_package_and_top_level_module_in_the_order_of_import
     assert [name.removesuffix("/").removesuffix(".py") for name in listed] == ORDER
 
 
-@pytest.mark.parametrize("section", ["Processes", "The path of a command", "The path of a sample"])
+@pytest.mark.parametrize(
+    "section",
+    ["Processes", *(f"The path {name}" for name in ("of a command", "over ssh", "of a sample", "of an image"))],
+)
 def test_files_on_the_map_exist(section: str) -> None:
     paths = paths_in(section)
     assert paths
