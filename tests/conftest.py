@@ -8,12 +8,9 @@ import signal
 import subprocess
 import sys
 from collections.abc import Iterator
-from functools import cache
 from pathlib import Path
 
 import pytest
-import typer.main
-import typer.testing
 
 from packtrain.files import FileLock
 from packtrain.store import Store, open_store
@@ -35,9 +32,6 @@ if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
     signal.signal(signal.SIGINT, signal.default_int_handler)
 
 pytest_plugins = ["parts.command", "parts.reaper", "parts.tiers"]
-
-# Reading the options of thirty commands takes longer than most tests that run one: once is enough.
-typer.main.get_command = typer.testing._get_command = cache(typer.main.get_command)
 
 
 @pytest.fixture(scope="session", autouse=True)

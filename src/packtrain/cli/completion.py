@@ -110,9 +110,13 @@ def cached_commands(tree: Any) -> Command:
 
 def cached_schema() -> Schema:
     """Return the schema of the job file; making it takes a second."""
-    from packtrain.cli.template import current_schema  # takes as long to import as the schema takes to make
 
-    return _cached("job-*.schema.json", current_schema)
+    def make() -> Schema:
+        from packtrain.cli.template import current_schema  # takes as long to import as the schema takes to make
+
+        return current_schema()
+
+    return _cached("job-*.schema.json", make)
 
 
 def _cached(pattern: str, make: Callable[[], Json]) -> Json:
@@ -237,8 +241,8 @@ def _values(parameter: Parameter, text: str, typed: _Typed) -> Iterator[Candidat
         # By the names of files: importing the recipes takes longer than a person waits for a completion.
         package = files("packtrain")
         recipes = {folder.name for folder in (package / "recipes").iterdir() if (folder / "job.yaml").is_file()}
-        others = {path.name for path in (package / "cli" / "templates").iterdir()}
-        kinds = recipes | {name.removesuffix(".yaml") for name in others if name.endswith(".yaml")}
+        templates = {path.name for path in (package / "cli" / "templates").iterdir()}
+        kinds = recipes | {name.removesuffix(".yaml") for name in templates if name.endswith(".yaml")}
         yield from map(Candidate, sorted(kinds))
 
 

@@ -205,8 +205,8 @@ def run(
         _print_dry_run(loaded)
         return
     with unread_output():
-        new = check(loaded, ProgressBars(console()), name)
-        created = create(new, lambda label, line: console().say((label, "dim"), f"  {line}"))
+        new_run = check(loaded, ProgressBars(console()), name)
+        created = create(new_run, lambda label, line: console().say((label, "dim"), f"  {line}"))
         forecast = created.forecast()  # from what is known without measuring: nothing waits for it
         for line in lines_of(forecast, created.job) if forecast is not None else ():
             console().say_row("plan", "dim", line)

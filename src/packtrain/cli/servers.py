@@ -181,16 +181,13 @@ class EventFolder:
     def update(self) -> bool:
         """Take in what is new; True if there is anything to show."""
         for run in self._runs:
-            if run.store.is_directory:
-                self._link(run)
-            else:
+            if not run.store.is_directory:
                 self._copy(run)
+                continue
+            target, link = Path(run.store.url) / run.key("tensorboard"), self.path / run.name
+            if target.is_dir() and not link.is_symlink():
+                link.symlink_to(target)
         return any(self.path.iterdir())
-
-    def _link(self, run: Run) -> None:
-        target, link = Path(run.store.url) / run.key("tensorboard"), self.path / run.name
-        if target.is_dir() and not link.is_symlink():
-            link.symlink_to(target)
 
     def _copy(self, run: Run) -> None:
         prefix = run.key("tensorboard/")
