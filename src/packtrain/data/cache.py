@@ -106,8 +106,8 @@ class FileCache:
             return []
         with explained(self._directory), FileLock(self._directory / "lock"):
             held, now_seconds = self._held(), time.time()
-            entries = [path for path in self._directory.iterdir() if _is_entry(path) and path.name not in held]
-            ages = [(path.name, path.stat().st_size, now_seconds - self._last_use(path.name)) for path in entries]
+            unheld = ((sha256, size) for sha256, size in self._sizes().items() if sha256 not in held)
+            ages = [(sha256, size, now_seconds - self._last_use(sha256)) for sha256, size in unheld]
             return sorted(entry for entry in ages if entry[2] >= older_seconds)
 
     def remove_unused(self, sha256: str, older_seconds: float) -> bool:
@@ -122,8 +122,7 @@ class FileCache:
         with explained(self._directory):
             self._make_folders()
             needed = sum({file.sha256: file.bytes for file in files}.values())
-            entries = [path.stat().st_size for path in self._directory.iterdir() if _is_entry(path)]
-            limit = self._limit(sum(entries))
+            limit = self._limit(sum(self._sizes().values()))
         if needed > limit:
             raise Mistake(
                 f"{self._directory}: staging needs {show_bytes(needed)}, and the cache may take {show_bytes(limit)}; "
@@ -174,8 +173,8 @@ class FileCache:
         False if other downloads take the room and nobody has declared a need for the file: when one of them is
         complete, it can be removed.
         """
-        entries = {path.name: path.stat().st_size for path in self._directory.iterdir() if _is_entry(path)}
-        cached = sum(entries.values())
+        sizes = self._sizes()
+        cached = sum(sizes.values())
         limit = self._limit(cached)
         if file.bytes > limit:
             raise PacktrainError(
@@ -187,10 +186,14 @@ class FileCache:
         if surplus <= 0:
             return True
         held = self._held()  # under the cache's lock, so that no process can declare a need meanwhile
-        for sha256 in sorted(entries.keys() - held, key=self._last_use):
+        for sha256 in sorted(sizes.keys() - held, key=self._last_use):
             if surplus > 0 and self._remove(sha256):
-                surplus -= entries[sha256]
+                surplus -= sizes[sha256]
         return surplus <= 0 or not downloads or file.sha256 in held
+
+    def _sizes(self) -> dict[str, int]:
+        """Return the bytes of every file in the cache, by its hash."""
+        return {path.name: path.stat().st_size for path in self._directory.iterdir() if _SHA256.fullmatch(path.name)}
 
     def _limit(self, cached_bytes: int) -> int:
         free_bytes = shutil.disk_usage(self._directory).free
@@ -257,10 +260,6 @@ def _limit_of_environment() -> int | None:
         return parse_bytes(text)
     except ValueError as error:
         raise Mistake(f"{SIZE_VARIABLE}: {error}") from None
-
-
-def _is_entry(path: Path) -> bool:
-    return _SHA256.fullmatch(path.name) is not None
 
 
 def _checked_in_place(store: Store, key: str, file: PackFile, lock: FileLock) -> Path:
