@@ -137,6 +137,15 @@ def test_a_greeting_on_login_does_not_hide_the_answer(greeting_host: Remote, mon
 
 
 @pytest.mark.usefixtures("processes")
+def test_nodes_of_an_older_packtrain_are_found_by_the_name_that_the_module_had(
+    greeting_host: Remote, tmp_path: Path
+) -> None:
+    python = tmp_path / "bin" / "python3.13"
+    python.write_text(python.read_text().replace("*identity*)", "*packtrain.fleet.host*) exit 1 ;;\n  *identity*)"))
+    assert environment.find_any(greeting_host, str(python)) == Host(greeting_host, str(python), "packtrain.fleet.local")
+
+
+@pytest.mark.usefixtures("processes")
 def test_runs_that_create_the_same_environment_at_the_same_time_all_get_it(
     greeting_host: Remote, tmp_path: Path
 ) -> None:
