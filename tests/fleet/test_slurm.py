@@ -27,6 +27,7 @@ from fleet.jobs import (
 from packtrain.backoff import Backoff
 from packtrain.errors import Mistake
 from packtrain.fleet import states_of
+from packtrain.fleet.fleet import run_to_check
 from packtrain.fleet.host import is_node
 from packtrain.fleet.slurm import (
     NOTICE_SECONDS,
@@ -425,7 +426,7 @@ def test_slurm_validates_the_script_that_would_be_submitted(directory_store: Sto
     SlurmFleet(SlurmSettings()).check(run.job, directory_store)
     assert "--test-only" in (queue / "submitted").read_text()
     checked = (queue / "script").read_text()
-    assert checked.replace(Run(run.store, run.name, b"", b"").code_digest, run.code_digest) == script_of(run)
+    assert checked.replace(run_to_check(run.job, run.store).code_digest, run.code_digest) == script_of(run)
 
 
 def submitted(cluster: Cluster, name: str, fleet: str, script: str) -> Run:
