@@ -80,13 +80,13 @@ def test_workers_keep_running_when_the_store_refuses_a_request(
     try:
         until(lambda: node.is_working)
         assert node.group is not None
-        launch, seen = node.group.launch, len(store.operations)
+        launcher, seen = node.group.launcher, len(store.operations)
         store.fault = lambda operation, _key: REFUSED if operation == "list" else None
         until(lambda: sum(operation == "list" for operation, _ in store.operations[seen:]) >= 2)
         store.refuse()
         assert working.is_alive()
-        assert launch is not None
-        assert launch.poll() is None
+        assert launcher is not None
+        assert launcher.poll() is None
     finally:
         cluster.run.finish(Result("stopped", "enough", 0, 0.0))
         node.is_over = True
@@ -153,8 +153,8 @@ def test_a_node_whose_time_is_up_does_not_wait_for_workers_that_cannot_be_killed
     cluster.wait(10)
     group, [end] = cluster.nodes[0].group, watches
     assert group is not None
-    assert group.launch is not None
-    monkeypatch.setattr(group.launch, "kill", lambda: ended.wait(10))
+    assert group.launcher is not None
+    monkeypatch.setattr(group.launcher, "kill", lambda: ended.wait(10))
     ending = threading.Thread(target=end, args=("preemption notice: SIGTERM",))
     ending.start()
     assert ended.wait(5)

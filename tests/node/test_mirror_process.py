@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from packtrain.node.mirror import MirrorProcess
+from packtrain.node.mirror_process import MirrorProcess
 from packtrain.run.records import Result
 from packtrain.store import Store
 from parts.nodes import Make

@@ -397,8 +397,8 @@ class Stepped:
 
     def end_workers(self, code: int) -> None:
         assert self.node.group is not None
-        launch: Any = self.node.group.launch
-        launch.code = code
+        launcher: Any = self.node.group.launcher
+        launcher.code = code
 
     def checkpoint(self, **files: str) -> None:
         for name, text in files.items():

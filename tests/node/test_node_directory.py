@@ -14,7 +14,7 @@ import pytest
 
 from packtrain.errors import AlreadyJoined, Mistake
 from packtrain.node.directory import NodeDirectory, NodeSlot, owner_of, sweep
-from packtrain.node.launch import kill_marked
+from packtrain.node.launcher import kill_marked
 from packtrain.run.run import Run
 from packtrain.store import Store, open_store
 from packtrain.system import nodes_directory

@@ -349,8 +349,8 @@ def test_the_first_machine_finishes_its_commit_after_the_preempted_one_is_gone(m
     cluster.wait(30)
     assert other.name in cluster.gone
     assert first.group is not None
-    assert first.group.launch is not None
-    assert first.group.launch.poll() is None, "a large checkpoint takes its time"
+    assert first.group.launcher is not None
+    assert first.group.launcher.poll() is None, "a large checkpoint takes its time"
     cluster.end_workers(0, first)
     cluster.wait(8)
     assert cluster.causes() == ["start", "preempted"]
@@ -364,7 +364,7 @@ def test_a_launcher_that_waits_for_a_machine_that_left_is_killed(make: Make) -> 
     cluster.wait(4)
     cluster.end_workers(0, other)
     assert first.group is not None
-    first.group.launch.workers = False  # type: ignore[union-attr]
+    first.group.launcher.workers = False  # type: ignore[union-attr]
     cluster.wait(16)
     assert cluster.causes() == ["start", "preempted"]
 

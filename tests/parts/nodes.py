@@ -18,7 +18,7 @@ from packtrain.store import Store
 from packtrain.train.control import Control, WorkerError
 
 
-class FakeLaunch:
+class FakeLauncher:
     """Workers that exit when the test says so."""
 
     server_pid = 0
@@ -45,11 +45,11 @@ class FakeLaunch:
         self.code = -9 if self.code is None else self.code
 
 
-class FakeLaunchers:
+class FakeForkServer:
     """Starts no process."""
 
-    def launch(self, *_: object) -> FakeLaunch:
-        return FakeLaunch()
+    def start_launcher(self, *_: object) -> FakeLauncher:
+        return FakeLauncher()
 
     def prepare(self) -> None: ...
 
@@ -67,7 +67,7 @@ class FakeSampler:
 
 def fake_node(run: Run, name: str | None = None, **options: Any) -> Node:
     """A node without processes and threads."""
-    fakes: Any = {"launchers": FakeLaunchers(), "sampler": FakeSampler()}
+    fakes: Any = {"fork_server": FakeForkServer(), "sampler": FakeSampler()}
     return Node(run, "127.0.0.1", 1, {}, background=False, name=name, **fakes, **options)
 
 
@@ -126,8 +126,8 @@ class Cluster:
 
     def end_workers(self, code: int, *nodes: Node) -> None:
         for node in nodes or self.there():
-            if node.group is not None and node.group.launch is not None:
-                node.group.launch.code = code  # type: ignore[attr-defined]
+            if node.group is not None and node.group.launcher is not None:
+                node.group.launcher.code = code  # type: ignore[attr-defined]
 
     def fail(self, node: Node, text: str = "it broke", **error: Any) -> None:
         """A worker of this node fails, and the workers of all others lose the connection to it."""

@@ -29,7 +29,7 @@ from packtrain.job.part import Part
 from packtrain.launch.check import check
 from packtrain.launch.create import create
 from packtrain.launch.load import load
-from packtrain.node.mirror import MirrorProcess
+from packtrain.node.mirror_process import MirrorProcess
 from packtrain.pack.build import PlainProgress
 from packtrain.pack.workers import Processes
 from packtrain.run.code import archive

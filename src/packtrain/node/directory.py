@@ -26,7 +26,7 @@ from pathlib import Path
 
 from packtrain.errors import AlreadyJoined, Mistake, PacktrainError
 from packtrain.files import FileLock
-from packtrain.node.launch import kill_marked
+from packtrain.node.launcher import kill_marked
 from packtrain.node.workers import LogShipper, source_of
 from packtrain.process import say
 from packtrain.run.liveness import node_directory

@@ -3,7 +3,7 @@
 With `--plain` in place of a recipe it starts programs by plain_launcher.py and never imports torch.
 
 Importing torch takes seconds of CPU time, which a restart would have to wait for. So the node starts this process ahead
-of time (launch.py); it imports what launchers and workers need, and forks a launcher for each generation. That is
+of time (launcher.py); it imports what launchers and workers need, and forks a launcher for each generation. That is
 torch's: it finds the launchers of the other machines by rendezvous.py and starts the workers. Those of a recipe are
 forked, too, and so have every import from their first moment; therefore nothing here may start a thread or use a
 device.
@@ -32,7 +32,7 @@ from packtrain.process import end_process, end_with_parent, exit_code_of
 from packtrain.recipes import recipe_class
 
 if TYPE_CHECKING:  # its imports are the node's, and would only delay the launcher of a program
-    from packtrain.node.launch import Work
+    from packtrain.node.launcher import Work
 
 # What every worker imports. Optimizers of torch import its compiler, whether they use it or not; the first checkpoint
 # and the first evaluation import parts of NumPy. The first worker writes TensorBoard's files, the last of them
@@ -57,10 +57,10 @@ def main(recipe: str | None) -> None:
     work = serve(answers)
     if work is not None:
         become_launcher(work)
-        end_process(exit_code_of(lambda: launch(work)))  # cleaning up all modules would take a while
+        end_process(exit_code_of(lambda: run_launcher(work)))  # cleaning up all modules would take a while
 
 
-def launch(work: Work) -> None:
+def run_launcher(work: Work) -> None:
     if work["workers"] is not None:
         run_workers(work["arguments"], work["workers"], Path(work["logs"]))
         return

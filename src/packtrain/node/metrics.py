@@ -233,7 +233,7 @@ class ProgramMetrics:
     ) -> None:
         """Read from now on what this generation writes; the checkpoint is restored, and no worker runs yet."""
         with self._lock:
-            if self._source is not None and self._source.generation == generation:  # a launch that is tried again
+            if self._source is not None and self._source.generation == generation:  # a start that is tried again
                 return
             self._collect(is_complete=True)
             points: list[Point] = []

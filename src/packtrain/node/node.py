@@ -30,10 +30,10 @@ from packtrain.node.causes import COUNTED, lost_machine, why_not_started
 from packtrain.node.deadline import Deadline, left_at_start, used_up
 from packtrain.node.directory import NodeDirectory, NodeSlot, sweep
 from packtrain.node.echo import OutputEcho
-from packtrain.node.launch import Launchers, free_port
+from packtrain.node.launcher import ForkServer, free_port
 from packtrain.node.lease import LeaseRenewer, hurried
 from packtrain.node.metrics import ProgramMetrics
-from packtrain.node.mirror import MirrorProcess
+from packtrain.node.mirror_process import MirrorProcess
 from packtrain.node.preemption import (
     STOP_GRACE_SECONDS,
     Leaving,
@@ -72,8 +72,8 @@ _SWEEP_SECONDS = 10.0  # to finish taking over from dead nodes, before this one 
 class Node:
     """One machine's part of a run. `work` is its loop, `look` one round of it.
 
-    Tests pass `launchers`, `sampler`, `name` and `machine`. Without `background` the caller renews the lease and calls
-    `look`.
+    Tests pass `fork_server`, `sampler`, `name` and `machine`. Without `background` the caller renews the lease and
+    calls `look`.
     """
 
     def __init__(
@@ -88,13 +88,13 @@ class Node:
         name: str | None = None,
         machine: str | None = None,
         slot: NodeSlot | None = None,
-        launchers: Launchers | None = None,
+        fork_server: ForkServer | None = None,
         sampler: TelemetrySampler | None = None,
     ) -> None:
         self.run, self._job, self._clock, self._slot = run, run.job, clock, slot
         self.name = name or f"{socket.gethostname().lower()[:40]}-{uuid.uuid4().hex[:8]}"
         self.directory = NodeDirectory.create(run, self.name)
-        self.launchers = launchers or Launchers(run, self.directory.path, workers, inherited)
+        self.fork_server = fork_server or ForkServer(run, self.directory.path, workers, inherited)
         self.events, self._logs = run.event_writer(self.name), run.log_writer(self.name)
         self._telemetry, self._echo = run.telemetry_writer(self.name), OutputEcho(run.name)
         # `joined` orders nodes by age: those from before the latest generation come before those after it.
@@ -145,7 +145,7 @@ class Node:
 
     @property
     def is_working(self) -> bool:
-        return self.group is not None and self.group.launch is not None
+        return self.group is not None and self.group.launcher is not None
 
     def _tell(self, kind: EventKind, text: str) -> None:
         say(f"{kind} {text}" if kind == "generation" else f"{kind}: {text}")
@@ -164,7 +164,7 @@ class Node:
             # Otherwise it stays empty: a job of Packtrain's own recipes needs no code.
             if self._job.has_own_code:
                 self.workspace.prepare()
-            self.launchers.prepare()  # it imports torch while this node meets the others
+            self.fork_server.prepare()  # it imports torch while this node meets the others
             self._tell("machine", f"{self.name} has joined with {counted(self.lease.lease.workers, 'worker')}")
             retry = RetryPolicy()
             self._patience.set(STORE_HOURS * 3600.0)
@@ -188,7 +188,7 @@ class Node:
             run_all(  # the lease is given up last: until then other nodes wait for what is still being written
                 self.preemption.close,
                 self.end_workers,
-                self.launchers.close,
+                self.fork_server.close,
                 self._echo.close,
                 lambda: sweeping.wait(_SWEEP_SECONDS),
                 lambda: self._tell("machine", f"{self.name} is leaving"),
@@ -217,8 +217,8 @@ class Node:
                 break
             if self.preemption.notice is not notice:
                 break
-            if group is not None and group.launch is not None and group.launch.poll() is None:
-                group.launch.wait(_TICK_SECONDS)  # no longer than until the workers have exited
+            if group is not None and group.launcher is not None and group.launcher.poll() is None:
+                group.launcher.wait(_TICK_SECONDS)  # no longer than until the workers have exited
             else:
                 time.sleep(_TICK_SECONDS)
         self._hurry = False
@@ -243,9 +243,9 @@ class Node:
                 self._tell("superseded", f"generation {latest.number} has started: {latest.reason}")
                 self.end_workers()
                 self._hurry = True
-            elif group.launch is None:
-                self._launch_or_leave(group)
-            elif (code := group.launch.poll()) is not None:
+            elif group.launcher is None:
+                self._start_workers_or_leave(group)
+            elif (code := group.launcher.poll()) is not None:
                 self.after_exit(group, code)
             else:
                 self._look_after(group)
@@ -320,7 +320,7 @@ class Node:
             group.restoring = self._restore(group)
         if group.is_first and generation.number > 1:  # one node cleans up for all
             Task(lambda: self._clean_up(generation.number), "clean up")
-        self._launch(group)
+        self._start_workers(group)
 
     def _restore(self, group: WorkerGroup) -> Task:
         return Task(lambda: self.program.restore(group.generation.number, group.is_first), "restore")
@@ -330,17 +330,17 @@ class Node:
         self._echo.add(line)
         self.metrics.hear(line)
 
-    def _launch_or_leave(self, group: WorkerGroup) -> None:
-        """Launch, unless the node has to leave: then it does not wait until a large checkpoint is restored."""
+    def _start_workers_or_leave(self, group: WorkerGroup) -> None:
+        """Start the workers, unless the node has to leave: it does not wait until a large checkpoint is restored."""
         leaving = self._leaving()
         if leaving is None:
-            self._launch(group)
+            self._start_workers(group)
             return
         cause: Cause = "preempted" if leaving.kind == "preemption" else "ended"
         self._give_up(NodeReport(group.generation.number, cause, leaving.reason))
         self._finish_stopped(group.generation, leaving)
 
-    def _launch(self, group: WorkerGroup) -> None:
+    def _start_workers(self, group: WorkerGroup) -> None:
         """Start the workers once the program's checkpoint is restored."""
         generation = group.generation
         if group.restoring is not None and not group.restoring.is_done:
@@ -353,10 +353,12 @@ class Node:
                     self.metrics.begin(
                         generation,
                         group.control,
-                        lambda: group.launch.server_pid if group.launch else None,
+                        lambda: group.launcher.server_pid if group.launcher else None,
                         self.program.restored,
                     )
-            group.launch = self.launchers.launch(generation, group.rank, group.directories, self.program.resume)
+            group.launcher = self.fork_server.start_launcher(
+                generation, group.rank, group.directories, self.program.resume
+            )
         except OSError as error:
             self._cannot_start(generation, error)
             return
@@ -369,7 +371,7 @@ class Node:
             raise
         except Superseded:  # the next look sees the newer generation
             return
-        self.lease.sampler.watch_workers_of(group.launch.server_pid)
+        self.lease.sampler.watch_workers_of(group.launcher.server_pid)
         if group.is_first:  # another node's ends by itself
             self.mirror.start()
         workers = counted(sum(member.workers for member in generation.members), "worker")
@@ -420,7 +422,7 @@ class Node:
         notice, group = self.preemption.notice, self.group
         if notice is None:
             return
-        if group is None or group.launch is None:
+        if group is None or group.launcher is None:
             self._end_without_store(notice.reason)
             return
         self._stop_workers(group, Leaving("preemption", notice.reason))
@@ -429,7 +431,7 @@ class Node:
         is_committed = group.closing is not None and group.closing.is_done
         waits = self._job.program is not None and group.is_first and not is_committed
         in_time = self._clock() - group.stop.at <= group.stop.grace_seconds
-        if group.launch.poll() is not None and not (waits and in_time):
+        if group.launcher.poll() is not None and not (waits and in_time):
             self._end_without_store(notice.reason)
 
     def _end_without_store(self, reason: str) -> None:
@@ -598,8 +600,8 @@ class Node:
 
     def _kill_workers(self) -> None:
         group = self.group
-        if group is not None and group.launch is not None:
-            run_all(group.launch.kill)
+        if group is not None and group.launcher is not None:
+            run_all(group.launcher.kill)
 
     # Called in threads of their own, too.
 

@@ -17,7 +17,7 @@ from types import MappingProxyType
 from typing import Literal
 
 from packtrain.node.causes import OomWatch, why_they_ended
-from packtrain.node.launch import Directories, Launch, last_output
+from packtrain.node.launcher import Directories, Launcher, last_output
 from packtrain.node.preemption import STOP_GRACE_SECONDS
 from packtrain.node.program import ProgramCheckpoints
 from packtrain.process import Task, say
@@ -135,7 +135,7 @@ class WorkerStop:
 class WorkerGroup:
     """The workers of a generation on this machine.
 
-    `launch` is None while `restoring` (a program's checkpoint) is under way. `committing` runs beside the workers,
+    `launcher` is None while `restoring` (a program's checkpoint) is under way. `committing` runs beside the workers,
     `closing` after they have exited.
     """
 
@@ -146,7 +146,7 @@ class WorkerGroup:
     is_program: bool
     began: float
     restoring: Task | None = None
-    launch: Launch | None = None
+    launcher: Launcher | None = None
     committing: Task | None = None
     closing: Task | None = None
     stop: WorkerStop | None = None
@@ -185,9 +185,9 @@ class WorkerGroup:
     @property
     def needs_attention(self) -> bool:
         """True if something on this machine waits for the node's next look."""
-        if self.launch is None:  # waiting for the checkpoint
+        if self.launcher is None:  # waiting for the checkpoint
             return self.restoring is None or self.restoring.is_done
-        return self.launch.poll() is not None and (self.closing is None or self.closing.is_done)
+        return self.launcher.poll() is not None and (self.closing is None or self.closing.is_done)
 
     def is_under_way(self, now: float) -> bool:
         """True once the first step is made. A program does not say when: it gets a fixed time."""
@@ -198,7 +198,9 @@ class WorkerGroup:
         """True if no commit of these workers can still arrive: they exited by themselves, and nothing is committing."""
         tasks = (self.committing, self.closing)
         return (
-            self.launch is not None and self.launch.poll() == 0 and all(task is None or task.is_done for task in tasks)
+            self.launcher is not None
+            and self.launcher.poll() == 0
+            and all(task is None or task.is_done for task in tasks)
         )
 
     # Stop.
@@ -215,8 +217,8 @@ class WorkerGroup:
                 return False
             self.stop = stop
         self._signal_stop()
-        if self.is_program and self.launch is not None:  # a program does not know the file, only the signal
-            self.launch.terminate()
+        if self.is_program and self.launcher is not None:  # a program does not know the file, only the signal
+            self.launcher.terminate()
         return True
 
     def _signal_stop(self) -> None:
@@ -228,18 +230,18 @@ class WorkerGroup:
     def enforce_stop(self, now: float) -> str | None:
         """Kill workers that take too long; return a warning if work was lost by that."""
         assert self.stop is not None
-        assert self.launch is not None
+        assert self.launcher is not None
         self._signal_stop()  # again: the first time the disk may have been full
-        if self.launch.has_workers():
+        if self.launcher.has_workers():
             self._alone_since = None
         elif self._alone_since is None:
             self._alone_since = now
         elif now - self._alone_since > LAUNCHER_SECONDS:
-            self.launch.kill()
+            self.launcher.kill()
             return None
         if now - self.stop.at <= self.stop.grace_seconds:
             return None
-        self.launch.kill()
+        self.launcher.kill()
         return f"the workers did not stop within {show_seconds(self.stop.grace_seconds)} and were killed"
 
     def wait_for_commit(self) -> None:
@@ -249,8 +251,8 @@ class WorkerGroup:
             time.sleep(_LOOK_SECONDS)
 
     def kill(self) -> None:
-        if self.launch is not None:
-            self.launch.kill()
+        if self.launcher is not None:
+            self.launcher.kill()
         self.shipper.ship(is_complete=True)  # after the kill: nothing writes to the files anymore
 
     # After the end.

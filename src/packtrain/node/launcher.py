@@ -1,4 +1,4 @@
-"""The node's side of a launch: has the fork server (fork_server.py) start a launcher and its workers, and ends them.
+"""Launchers from the node's side: has the fork server (fork_server.py) start a launcher and its workers, and ends them.
 
 Nothing here imports torch: this runs in the node.
 """
@@ -215,8 +215,8 @@ class Work(TypedDict):
     logs: str
 
 
-class Launchers:
-    """Starts a launcher for each generation, by a fork server that is started ahead of time."""
+class ForkServer:
+    """The fork server, which is started ahead of time and forks a launcher for each generation."""
 
     def __init__(self, run: Run, home: Path, workers: int, inherited: Mapping[str, str]) -> None:
         self._run, self._home, self._inherited = run, home, inherited
@@ -233,20 +233,20 @@ class Launchers:
         recipe = [PLAIN] if self._is_plain else [] if run.job.recipe is None else [run.job.recipe]
         self._command = [sys.executable, "-P", "-m", "packtrain.node.fork_server", *recipe]
         self._environment = {**_defaults(workers), **quiet, **_without_other_launchers(inherited), **marks}
-        self.server: subprocess.Popen[bytes] | None = None
-        self._latest: Launch | None = None
+        self.process: subprocess.Popen[bytes] | None = None
+        self._latest: Launcher | None = None
 
     def prepare(self) -> None:
         """Start the server. Unless a program needs no torch, this costs some seconds of CPU time and torch's memory."""
-        with suppress(OSError):  # if it fails, the next launch starts one
-            self.server = self.server or self._start()
+        with suppress(OSError):  # if it fails, `start_launcher` tries again
+            self.process = self.process or self._start()
 
-    def launch(
+    def start_launcher(
         self, generation: Generation, rank: int, directories: Directories, resume: tuple[str, ...] = ()
-    ) -> Launch:
+    ) -> Launcher:
         """Have a launcher started; `resume` are arguments that follow a program's own.
 
-        If the server dies before, the launch looks like a failed one, with its log.
+        If the server dies before, the launcher looks like one that failed, with its log.
         """
         environment = worker_environment(self._run, generation, rank, directories, self._inherited)
         program = self._run.job.program
@@ -262,21 +262,21 @@ class Launchers:
         if command is not None and self._is_plain:
             work["arguments"] = command_line(command)
             work["workers"] = rank_variables(generation, rank) if self._has_ranks else [{}]
-        if self.server is not None and (self.server.poll() is not None or _is_discarded(self.server)):
+        if self.process is not None and (self.process.poll() is not None or _is_discarded(self.process)):
             self.close()  # it died while it waited, or did not answer
-        is_new = self.server is None or self._latest is None
-        server = self.server = self.server or self._start()
-        if self._log.exists():  # of this server's start, which the first launch is part of
+        is_new = self.process is None or self._latest is None
+        process = self.process = self.process or self._start()
+        if self._log.exists():  # of this server's start, which belongs to the first launcher
             self._log.rename(log)
         seconds = START_SECONDS if is_new else ANSWER_SECONDS
-        self._latest = Launch(server, self._mark, str(directories.control), log, seconds)
+        self._latest = Launcher(process, self._mark, str(directories.control), log, seconds)
         self._latest.send(json.dumps(work).encode() + b"\n")
         return self._latest
 
     def close(self) -> None:
-        if self.server is not None:
-            _discard(self.server)
-            self.server = None
+        if self.process is not None:
+            _discard(self.process)
+            self.process = None
 
     @property
     def _log(self) -> Path:
@@ -301,13 +301,14 @@ class Launchers:
         return server
 
 
-class Launch:
+class Launcher:
     """The launcher of one generation and its workers. All of them descend from the fork server.
 
     A mark in their environment finds orphans: what was forked has the server's, what was executed has its own.
 
-    A server that is stopped answers nothing, as does one whose launcher is stopped or outlives its kill. The launch
-    then fails, the `log` says why, and the server is discarded. The first answer may take `seconds`.
+    A server that is stopped answers nothing, as does one whose launcher is stopped or outlives its kill. The
+    launcher then counts as failed, the `log` says why, and the server is discarded. Its first answer may take
+    `seconds`.
     """
 
     def __init__(self, server: subprocess.Popen[bytes], server_mark: str, mark: str, log: Path, seconds: float) -> None:

@@ -17,13 +17,13 @@ import psutil
 import pytest
 
 import packtrain.train
-from packtrain.node import launch as launch_module
+from packtrain.node import launcher as launcher_module
 from packtrain.node.address import interface_of
 from packtrain.node.causes import LastOutput, why_they_ended
-from packtrain.node.launch import (
+from packtrain.node.launcher import (
     Directories,
-    Launch,
-    Launchers,
+    ForkServer,
+    Launcher,
     free_port,
     last_output,
     launcher_arguments,
@@ -185,11 +185,11 @@ print(orphan, flush=True)
 
 
 class NodeLaunchers:
-    """Launchers of a run's nodes, and what they start in place of torch's."""
+    """ForkServer of a run's nodes, and what they start in place of torch's."""
 
     def __init__(self, run: Run, directory: Path) -> None:
         self.run, self.directory = run, directory
-        self._made: list[Launchers] = []
+        self._made: list[ForkServer] = []
         self.packages = directory / "stand-in"
         self._package = self.packages / "torch" / "distributed"
         self._package.mkdir(parents=True)
@@ -202,32 +202,37 @@ class NodeLaunchers:
         body = "def main(arguments):\n" + textwrap.indent(script, "    ")
         (self._package / "run.py").write_text(ready + body)
 
-    def launchers(self, name: str, **variables: str) -> Launchers:
+    def fork_server(self, name: str, **variables: str) -> ForkServer:
         (self.directory / name / "code").mkdir(parents=True)
         environment = {**os.environ, "PYTHONPATH": str(self.packages), **variables}
-        self._made.append(Launchers(self.run, self.directory / name, 1, environment))
+        self._made.append(ForkServer(self.run, self.directory / name, 1, environment))
         return self._made[-1]
 
     def close(self) -> None:
-        for launchers in self._made:
-            launchers.close()
+        for fork_server in self._made:
+            fork_server.close()
 
     def is_ready(self, name: str) -> bool:
         return (self.directory / name / "launcher.ready").exists()
 
-    def launched(self, script: str, name: str = "node") -> tuple[Launch, list[int]]:
-        """A launch and what it started, once that is there."""
+    def launched(self, script: str, name: str = "node") -> tuple[Launcher, list[int]]:
+        """A launcher and what it started, once that is there."""
         self.does(script)
-        return self.launch(self.launchers(name), name)
+        return self.start_launcher(self.fork_server(name), name)
 
-    def launch(self, launchers: Launchers, name: str = "node", generation: int = 1) -> tuple[Launch, list[int]]:
+    def start_launcher(
+        self, fork_server: ForkServer, name: str = "node", generation: int = 1
+    ) -> tuple[Launcher, list[int]]:
         home = self.directory / name
         directories = Directories(home / f"logs-{generation}", home / "control", home / "checkpoints")
         directories.logs.mkdir(exist_ok=True)
-        launch, log = launchers.launch(a_generation(generation, "a"), 0, directories), directories.logs / "launcher.log"
-        until(lambda: (log.exists() and log.read_text().endswith("\n")) or launch.poll() is not None)
+        launcher, log = (
+            fork_server.start_launcher(a_generation(generation, "a"), 0, directories),
+            directories.logs / "launcher.log",
+        )
+        until(lambda: (log.exists() and log.read_text().endswith("\n")) or launcher.poll() is not None)
         assert log.read_text().endswith("\n"), "it ended without a word"
-        return launch, [int(pid) for pid in log.read_text().split()]
+        return launcher, [int(pid) for pid in log.read_text().split()]
 
 
 @pytest.fixture
@@ -250,20 +255,20 @@ def still_there(pids: list[int]) -> list[int]:
 
 @pytest.mark.usefixtures("processes")
 def test_kill_ends_what_workers_started_in_sessions_of_their_own(nodes: NodeLaunchers) -> None:
-    launch, pids = nodes.launched(FAMILY + "time.sleep(600)")
+    launcher, pids = nodes.launched(FAMILY + "time.sleep(600)")
     assert still_there(pids) == pids
-    launch.kill()
-    assert launch.poll() is not None
+    launcher.kill()
+    assert launcher.poll() is not None
     assert still_there(pids) == []
 
 
 @pytest.mark.usefixtures("processes")
 def test_kill_ends_orphans_of_a_launcher_that_is_gone(nodes: NodeLaunchers) -> None:
-    launch, pids = nodes.launched(FAMILY + "bare.kill()")
+    launcher, pids = nodes.launched(FAMILY + "bare.kill()")
     orphans = pids[:2]
-    launch.wait(90)
+    launcher.wait(90)
     assert still_there(orphans) == orphans
-    launch.kill()
+    launcher.kill()
     assert still_there(orphans) == []
 
 
@@ -280,30 +285,30 @@ def test_kill_leaves_the_workers_of_another_generation_alone(nodes: NodeLauncher
 
 @pytest.mark.usefixtures("processes")
 def test_a_launcher_can_be_killed_twice(nodes: NodeLaunchers) -> None:
-    launch, _ = nodes.launched("print(flush=True)")
-    launch.kill()
-    code = launch.poll()
-    launch.kill()
-    assert launch.poll() == code
+    launcher, _ = nodes.launched("print(flush=True)")
+    launcher.kill()
+    code = launcher.poll()
+    launcher.kill()
+    assert launcher.poll() == code
 
 
 @pytest.mark.usefixtures("processes")
 def test_kill_ends_forked_orphans_of_a_launcher_that_is_gone(nodes: NodeLaunchers) -> None:
     """They have no environment of their own: the system shows that of the server, which must stay."""
-    launch, orphans = nodes.launched(FORKED)
-    launch.wait(90)
+    launcher, orphans = nodes.launched(FORKED)
+    launcher.wait(90)
     assert still_there(orphans) == orphans
-    launch.kill()
+    launcher.kill()
     assert still_there(orphans) == []
-    assert still_there([launch.server_pid]) == [launch.server_pid]
+    assert still_there([launcher.server_pid]) == [launcher.server_pid]
 
 
 @pytest.mark.usefixtures("processes")
 def test_terminate_sends_sigterm_to_the_launcher(nodes: NodeLaunchers) -> None:
     script = "import signal, sys, time; signal.signal(15, lambda *_: sys.exit(7)); print(flush=True); time.sleep(600)"
-    launch, _ = nodes.launched(script)
-    launch.terminate()
-    assert launch.wait(90) == 7
+    launcher, _ = nodes.launched(script)
+    launcher.terminate()
+    assert launcher.wait(90) == 7
 
 
 @pytest.mark.usefixtures("processes")
@@ -312,11 +317,13 @@ def test_terminate_before_there_is_a_launcher_ends_the_server(nodes: NodeLaunche
     module = nodes.packages / "torch" / "distributed" / "run.py"
     module.write_text("import time\ntime.sleep(600)\n")
     home = nodes.directory / "node"
-    launchers = nodes.launchers("node")
+    fork_server = nodes.fork_server("node")
     (home / "logs").mkdir()
-    launch = launchers.launch(a_generation(1, "a"), 0, Directories(home / "logs", home / "control", home / "work"))
-    launch.terminate()
-    assert launch.poll() == -signal.SIGKILL
+    launcher = fork_server.start_launcher(
+        a_generation(1, "a"), 0, Directories(home / "logs", home / "control", home / "work")
+    )
+    launcher.terminate()
+    assert launcher.poll() == -signal.SIGKILL
 
 
 @pytest.mark.usefixtures("processes")
@@ -334,10 +341,10 @@ signal.signal({number.value}, end)
 print(os.getpid(), flush=True)
 time.sleep(600)
 """
-    launch, pids = nodes.launched(script)
-    for pid in (launch.server_pid, *pids):
+    launcher, pids = nodes.launched(script)
+    for pid in (launcher.server_pid, *pids):
         os.kill(pid, number)
-    assert launch.wait(90) == 7
+    assert launcher.wait(90) == 7
 
 
 @pytest.mark.usefixtures("processes")
@@ -350,10 +357,10 @@ worker.stdout.readline()
 print(worker.pid, flush=True)
 sys.exit(worker.wait())
 """
-    launch, pids = nodes.launched(script)
-    for pid in (launch.server_pid, psutil.Process(pids[0]).ppid(), *pids):
+    launcher, pids = nodes.launched(script)
+    for pid in (launcher.server_pid, psutil.Process(pids[0]).ppid(), *pids):
         os.kill(pid, signal.SIGUSR1)
-    assert launch.wait(90) == 7
+    assert launcher.wait(90) == 7
 
 
 @pytest.mark.usefixtures("processes")
@@ -366,17 +373,18 @@ def test_a_launcher_ends_when_its_node_dies(nodes: NodeLaunchers, has_work: bool
     node = f"""
 import os, time
 from pathlib import Path
-from packtrain.node.launch import Directories, Launchers
+from packtrain.node.launcher import Directories, ForkServer
 from packtrain.run.run import Run
 from packtrain.store import open_store
 from parts.runs import a_generation
 home = Path({str(nodes.directory / "node")!r})
 environment = dict(os.environ, PYTHONPATH={str(nodes.packages)!r})
-launchers = Launchers(Run(open_store({nodes.run.store.url!r}), {nodes.run.name!r}), home, 1, environment)
-launchers.prepare()
-print(launchers.server.pid, flush=True)
+fork_server = ForkServer(Run(open_store({nodes.run.store.url!r}), {nodes.run.name!r}), home, 1, environment)
+fork_server.prepare()
+print(fork_server.process.pid, flush=True)
 if {has_work}:
-    launchers.launch(a_generation(1, "a"), 0, Directories(home / "logs", home / "control", home / "checkpoints"))
+    directories = Directories(home / "logs", home / "control", home / "checkpoints")
+    fork_server.start_launcher(a_generation(1, "a"), 0, directories)
 time.sleep(600)
 """
     process = subprocess.Popen([sys.executable, "-c", node], stdout=subprocess.PIPE, env=with_parts())
@@ -401,19 +409,19 @@ def with_parts() -> dict[str, str]:
 @pytest.mark.parametrize("killed", [False, True], ids=["one that ends", "one that is killed"])
 def test_the_launcher_after_another_is_forked_from_the_same_server(nodes: NodeLaunchers, killed: bool) -> None:
     nodes.does(f"import os, time; print(os.getpid(), os.getppid(), flush=True); time.sleep({600 * killed})")
-    launchers = nodes.launchers("node")
-    launchers.prepare()
-    launchers.prepare()
-    first, (first_pid, first_parent) = nodes.launch(launchers)
+    fork_server = nodes.fork_server("node")
+    fork_server.prepare()
+    fork_server.prepare()
+    first, (first_pid, first_parent) = nodes.start_launcher(fork_server)
     if killed:
         first.kill()
     assert first.wait(90) == (-signal.SIGKILL if killed else 0)
-    second, (second_pid, second_parent) = nodes.launch(launchers, generation=2)
-    assert launchers.server is not None
-    assert first_parent == second_parent == launchers.server.pid
+    second, (second_pid, second_parent) = nodes.start_launcher(fork_server, generation=2)
+    assert fork_server.process is not None
+    assert first_parent == second_parent == fork_server.process.pid
     assert first_pid != second_pid
     second.kill()
-    launchers.close()
+    fork_server.close()
     assert still_there([second_pid, second_parent]) == []
 
 
@@ -424,38 +432,40 @@ def test_work_does_not_begin_after_a_kill_before_the_server_was_ready(nodes: Nod
     module = nodes.packages / "torch" / "distributed" / "run.py"
     module.write_text(slow + module.read_text())
     home = nodes.directory / "node"
-    launchers = nodes.launchers("node")
+    fork_server = nodes.fork_server("node")
     (home / "logs").mkdir()
-    launch = launchers.launch(a_generation(1, "a"), 0, Directories(home / "logs", home / "control", home / "work"))
-    assert launch.poll() is None
-    assert not launch.has_workers()
-    launch.kill()
-    assert launch.poll() == -signal.SIGKILL
-    assert still_there([launch.server_pid]) == []
+    launcher = fork_server.start_launcher(
+        a_generation(1, "a"), 0, Directories(home / "logs", home / "control", home / "work")
+    )
+    assert launcher.poll() is None
+    assert not launcher.has_workers()
+    launcher.kill()
+    assert launcher.poll() == -signal.SIGKILL
+    assert still_there([launcher.server_pid]) == []
     (nodes.directory / "go").touch()
     nodes.does("import os; print(os.getpid(), os.getppid(), flush=True)")
-    next_launch, (_, parent) = nodes.launch(launchers, generation=2)
-    assert parent == next_launch.server_pid != launch.server_pid
+    next_launcher, (_, parent) = nodes.start_launcher(fork_server, generation=2)
+    assert parent == next_launcher.server_pid != launcher.server_pid
 
 
 @pytest.mark.usefixtures("processes")
 def test_a_launch_fails_with_its_server(nodes: NodeLaunchers) -> None:
-    launch, pids = nodes.launched("import os, time; print(os.getpid(), flush=True); time.sleep(600)")
-    os.kill(launch.server_pid, signal.SIGKILL)
-    assert launch.wait(90) == -signal.SIGKILL
+    launcher, pids = nodes.launched("import os, time; print(os.getpid(), flush=True); time.sleep(600)")
+    os.kill(launcher.server_pid, signal.SIGKILL)
+    assert launcher.wait(90) == -signal.SIGKILL
     until(lambda: still_there(pids) == [])
 
 
 @pytest.mark.usefixtures("processes")
 def test_a_server_that_died_while_it_waited_is_replaced(nodes: NodeLaunchers) -> None:
     nodes.does("import os; print(os.getppid(), flush=True)")
-    launchers = nodes.launchers("node")
-    launchers.prepare()
-    dead = launchers.server
+    fork_server = nodes.fork_server("node")
+    fork_server.prepare()
+    dead = fork_server.process
     assert dead is not None
     dead.kill()
     dead.wait()
-    _, parents = nodes.launch(launchers)
+    _, parents = nodes.start_launcher(fork_server)
     assert parents != [dead.pid]
 
 
@@ -465,17 +475,17 @@ def test_a_server_that_died_while_it_waited_is_replaced(nodes: NodeLaunchers) ->
 SAYS_PARENT = "import os; print(os.getppid(), flush=True)"
 
 
-def assert_is_replaced(server: int, launchers: Launchers, nodes: NodeLaunchers) -> None:
-    """The launch that failed says why, and the next one has another server."""
+def assert_is_replaced(server: int, fork_server: ForkServer, nodes: NodeLaunchers) -> None:
+    """The launcher that failed says why, and the next one has another server."""
     assert (
         "TimeoutError: the fork server or the launcher did not answer; both were replaced"
         in last_output(nodes.directory / "node/logs-1").launcher
     )
     assert still_there([server]) == []
     nodes.does(SAYS_PARENT)
-    launch, [parent] = nodes.launch(launchers, generation=2)
+    launcher, [parent] = nodes.start_launcher(fork_server, generation=2)
     assert parent != server
-    assert launch.wait(90) == 0
+    assert launcher.wait(90) == 0
 
 
 @pytest.mark.usefixtures("processes")
@@ -483,19 +493,19 @@ def assert_is_replaced(server: int, launchers: Launchers, nodes: NodeLaunchers) 
 def test_a_server_that_does_not_tell_how_its_launcher_ended_is_replaced(
     nodes: NodeLaunchers, ends: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(launch_module, "ANSWER_SECONDS", 0.5)
-    monkeypatch.setattr(launch_module, "KILL_SECONDS", 0.5)
+    monkeypatch.setattr(launcher_module, "ANSWER_SECONDS", 0.5)
+    monkeypatch.setattr(launcher_module, "KILL_SECONDS", 0.5)
     nodes.does("import os, time; print(os.getpid(), flush=True); time.sleep(600)")
-    launchers = nodes.launchers("node")
-    launch, [launcher] = nodes.launch(launchers)
-    assert launch.poll() is None
-    os.kill(launch.server_pid, signal.SIGSTOP)
+    fork_server = nodes.fork_server("node")
+    launcher, [launcher_pid] = nodes.start_launcher(fork_server)
+    assert launcher.poll() is None
+    os.kill(launcher.server_pid, signal.SIGSTOP)
     if ends == "killed":
-        launch.kill()
+        launcher.kill()
     else:
-        os.kill(launcher, signal.SIGKILL)
-    assert launch.wait(90) == -signal.SIGKILL
-    assert_is_replaced(launch.server_pid, launchers, nodes)
+        os.kill(launcher_pid, signal.SIGKILL)
+    assert launcher.wait(90) == -signal.SIGKILL
+    assert_is_replaced(launcher.server_pid, fork_server, nodes)
 
 
 # Its worker ends when it gets SIGTERM, and also when the file `go` is there.
@@ -511,37 +521,37 @@ sys.exit(7)
 """
 
 
-def stopped_launcher(nodes: NodeLaunchers) -> tuple[Launchers, Launch, int]:
+def stopped_launcher(nodes: NodeLaunchers) -> tuple[ForkServer, Launcher, int]:
     """A launcher that somebody has stopped, and its worker, which works."""
     nodes.does(WITH_WORKER.replace("GO", str(nodes.directory / "go")))
-    launchers = nodes.launchers("node")
-    launch, [launcher, worker] = nodes.launch(launchers)
-    os.kill(launcher, signal.SIGSTOP)
-    until(lambda: psutil.Process(launcher).status() == psutil.STATUS_STOPPED)
-    return launchers, launch, worker
+    fork_server = nodes.fork_server("node")
+    launcher, [launcher_pid, worker] = nodes.start_launcher(fork_server)
+    os.kill(launcher_pid, signal.SIGSTOP)
+    until(lambda: psutil.Process(launcher_pid).status() == psutil.STATUS_STOPPED)
+    return fork_server, launcher, worker
 
 
 @pytest.mark.usefixtures("processes")
 def test_a_launcher_that_does_not_tell_how_its_workers_ended_is_replaced(
     nodes: NodeLaunchers, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(launch_module, "ANSWER_SECONDS", 0.2)
-    launchers, launch, worker = stopped_launcher(nodes)
-    assert launch.wait(1.0) is None, "nothing is due while the worker works"
-    assert launch.has_workers()
+    monkeypatch.setattr(launcher_module, "ANSWER_SECONDS", 0.2)
+    fork_server, launcher, worker = stopped_launcher(nodes)
+    assert launcher.wait(1.0) is None, "nothing is due while the worker works"
+    assert launcher.has_workers()
     (nodes.directory / "go").touch()
-    assert launch.wait(90) == -signal.SIGKILL
-    assert not launch.has_workers()
-    launch.kill()
+    assert launcher.wait(90) == -signal.SIGKILL
+    assert not launcher.has_workers()
+    launcher.kill()
     assert still_there([worker]) == []
-    assert_is_replaced(launch.server_pid, launchers, nodes)
+    assert_is_replaced(launcher.server_pid, fork_server, nodes)
 
 
 @pytest.mark.usefixtures("processes")
 def test_a_launcher_that_is_stopped_passes_a_signal_on(nodes: NodeLaunchers) -> None:
-    _, launch, worker = stopped_launcher(nodes)
-    launch.terminate()
-    assert launch.wait(90) == 7
+    _, launcher, worker = stopped_launcher(nodes)
+    launcher.terminate()
+    assert launcher.wait(90) == 7
     assert still_there([worker]) == []
 
 
@@ -551,15 +561,15 @@ def test_another_thread_may_give_up_on_the_server_at_any_moment(
 ) -> None:
     """Here between the server's end, which makes its pipe readable, and the reading."""
     nodes.does("import time; print(flush=True); time.sleep(600)")
-    launchers = nodes.launchers("node")
-    launch, _ = nodes.launch(launchers)
+    fork_server = nodes.fork_server("node")
+    launcher, _ = nodes.start_launcher(fork_server)
 
     def close_and_select(readable: list[int], *_: object) -> tuple[list[int], list[int], list[int]]:
-        launchers.close()
+        fork_server.close()
         return readable, [], []
 
     monkeypatch.setattr(select, "select", close_and_select)
-    assert launch.poll() == -signal.SIGKILL
+    assert launcher.poll() == -signal.SIGKILL
 
 
 @pytest.mark.usefixtures("processes")
@@ -568,31 +578,31 @@ def test_a_server_that_does_not_take_work_is_replaced(
     nodes: NodeLaunchers, work_bytes: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     nodes.does(SAYS_PARENT)
-    launchers = nodes.launchers("node", PADDING="x" * work_bytes)
-    launchers.prepare()
+    fork_server = nodes.fork_server("node", PADDING="x" * work_bytes)
+    fork_server.prepare()
     until(lambda: nodes.is_ready("node"))
-    assert launchers.server is not None
-    server = launchers.server.pid
+    assert fork_server.process is not None
+    server = fork_server.process.pid
     os.kill(server, signal.SIGSTOP)
     home = nodes.directory / "node"
     (home / "logs-1").mkdir()
     directories = Directories(home / "logs-1", home / "control", home / "checkpoints")
     with monkeypatch.context() as impatient:
-        impatient.setattr(launch_module, "START_SECONDS", 0.5)
-        launch = launchers.launch(a_generation(1, "a"), 0, directories)
-        assert launch.wait(90) == -signal.SIGKILL
-    assert_is_replaced(server, launchers, nodes)
+        impatient.setattr(launcher_module, "START_SECONDS", 0.5)
+        launcher = fork_server.start_launcher(a_generation(1, "a"), 0, directories)
+        assert launcher.wait(90) == -signal.SIGKILL
+    assert_is_replaced(server, fork_server, nodes)
 
 
 @pytest.mark.usefixtures("processes")
 def test_a_server_without_work_is_ended(nodes: NodeLaunchers) -> None:
     nodes.does("pass")
-    launchers = nodes.launchers("node")
-    launchers.close()
-    launchers.prepare()
-    server = launchers.server
+    fork_server = nodes.fork_server("node")
+    fork_server.close()
+    fork_server.prepare()
+    server = fork_server.process
     assert server is not None
-    launchers.close()
+    fork_server.close()
     assert server.poll() is not None
     assert still_there([server.pid]) == []
 
@@ -602,8 +612,8 @@ def test_what_an_import_prints_is_no_answer(nodes: NodeLaunchers) -> None:
     nodes.does("print('1', flush=True)")
     module = nodes.packages / "torch" / "distributed" / "run.py"
     module.write_text("print(7)\n" + module.read_text())
-    launch, _ = nodes.launch(nodes.launchers("node"))
-    assert launch.wait(90) == 0
+    launcher, _ = nodes.start_launcher(nodes.fork_server("node"))
+    assert launcher.wait(90) == 0
 
 
 @pytest.mark.usefixtures("processes")
@@ -629,20 +639,20 @@ assert config.numa_options is None
 @pytest.mark.usefixtures("processes")
 def test_workers_get_their_environment_and_an_empty_standard_input(nodes: NodeLaunchers) -> None:
     script = "import os, sys; print(os.environ['PACKTRAIN_GENERATION'], len(sys.stdin.read()), flush=True)"
-    launch, said = nodes.launched(script)
+    launcher, said = nodes.launched(script)
     assert said == [1, 0]
-    assert launch.wait(90) == 0
+    assert launcher.wait(90) == 0
 
 
 @pytest.mark.usefixtures("processes")
 def test_a_launcher_that_cannot_start_fails_the_launch_and_its_log_says_why(nodes: NodeLaunchers) -> None:
     nodes.does("pass")
     (nodes.packages / "torch" / "distributed" / "run.py").write_text("raise ImportError('no such thing')")
-    launchers, home = nodes.launchers("node"), nodes.directory / "node"
+    fork_server, home = nodes.fork_server("node"), nodes.directory / "node"
     (home / "logs").mkdir()
     directories = Directories(home / "logs", home / "control", home / "checkpoints")
-    launch = launchers.launch(a_generation(1, "a"), 0, directories)
-    assert launch.wait(90) == 1
+    launcher = fork_server.start_launcher(a_generation(1, "a"), 0, directories)
+    assert launcher.wait(90) == 1
     assert last_output(home / "logs").launcher.rstrip().endswith("ImportError: no such thing")
 
 
@@ -694,12 +704,12 @@ RANKS = ("RANK", "LOCAL_RANK", "GROUP_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "
 class PlainProgram:
     """A shell script, started on a machine whose Python has no torch, or has no use for it."""
 
-    launchers: Launchers
+    fork_server: ForkServer
     directories: Directories
     workers: int
 
-    def launch(self) -> Launch:
-        return self.launchers.launch(a_generation(1, "a", workers=self.workers), 0, self.directories)
+    def start_launcher(self) -> Launcher:
+        return self.fork_server.start_launcher(a_generation(1, "a", workers=self.workers), 0, self.directories)
 
     def said(self, worker: int = 0) -> str:
         return (self.directories.logs / str(worker) / "stdout.log").read_text()
@@ -716,21 +726,21 @@ def plain(directory_store: Store, tmp_path: Path) -> Iterator[Callable[..., Plai
             path = tmp_path / "code" / "below" / "it.sh"
             path.write_text(f"#!/bin/sh\n{script}\n")
             path.chmod(0o755)
-            launchers = Launchers(new_run(directory_store, job), tmp_path, workers, os.environ)
-            started.callback(launchers.close)
-            return PlainProgram(launchers, directories, workers)
+            fork_server = ForkServer(new_run(directory_store, job), tmp_path, workers, os.environ)
+            started.callback(fork_server.close)
+            return PlainProgram(fork_server, directories, workers)
 
         yield make
 
 
 def without_torch(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("packtrain.node.launch.find_spec", lambda _: None)
+    monkeypatch.setattr("packtrain.node.launcher.find_spec", lambda _: None)
 
 
 @pytest.mark.usefixtures("processes")
 def test_a_single_worker_is_started_as_by_hand(plain: Callable[..., PlainProgram]) -> None:
     program = plain("env; basename $PWD")
-    assert program.launch().wait(60) == 0
+    assert program.start_launcher().wait(60) == 0
     *variables, place = program.said().splitlines()
     assert place == "below"
     names = {line.partition("=")[0] for line in variables}
@@ -745,7 +755,7 @@ def test_several_workers_have_ranks_and_a_single_one_if_it_asks(
 ) -> None:
     without_torch(monkeypatch)
     asking = plain("echo $RANK $LOCAL_RANK $WORLD_SIZE $LOCAL_WORLD_SIZE $MASTER_ADDR", workers, program)
-    assert asking.launch().wait(60) == 0
+    assert asking.start_launcher().wait(60) == 0
     for worker in range(workers):
         assert asking.said(worker) == f"{worker} {worker} {workers} {workers} 127.0.0.1\n"
 
@@ -760,7 +770,7 @@ def test_torch_starts_what_has_ranks_where_it_is_installed(directory_store: Stor
         ]
     ):
         run = new_run(directory_store, program_job(f"job{number}", program=program.split(), fleet=fleet))
-        command = Launchers(run, tmp_path, workers, {})._command
+        command = ForkServer(run, tmp_path, workers, {})._command
         assert ("--plain" in command) == is_plain, program
 
 
@@ -781,7 +791,7 @@ def test_the_others_are_asked_to_end_when_a_worker_fails(
     without_torch(monkeypatch)
     both = "trap 'echo asked; exit' TERM; touch $RANK.up; until [ -e 0.up ] && [ -e 1.up ]; do sleep 0.02; done"
     program = plain(f"{both}; [ $RANK = 0 ] || exit 3; exec 2> 0.err; while :; do sleep 0.02; done", 2)
-    assert program.launch().wait(60) == 1
+    assert program.start_launcher().wait(60) == 1
     assert program.said(0) == "asked\n"
     report = why_they_ended(1, 1, [], last_output(program.directories.logs), 0)
     assert (report.cause, report.text) == ("program", "the program exited with code 3; see `packtrain logs`")
@@ -801,7 +811,7 @@ def test_why_a_plain_program_ended_is_known(
     plain: Callable[..., PlainProgram], script: str, program: str, cause: str, text: str
 ) -> None:
     started = plain(script, program=[program])
-    assert started.launch().wait(60) == 1
+    assert started.start_launcher().wait(60) == 1
     report = why_they_ended(1, 1, [], last_output(started.directories.logs), 0)
     assert report.cause == cause
     assert report.text.removesuffix("; see `packtrain logs`") == text
@@ -810,10 +820,10 @@ def test_why_a_plain_program_ended_is_known(
 @pytest.mark.usefixtures("processes")
 def test_a_plain_program_is_asked_to_stop_by_a_signal(plain: Callable[..., PlainProgram]) -> None:
     program = plain("trap 'echo asked; exit' TERM; echo up; while :; do sleep 0.02; done")
-    launch = program.launch()
+    launcher = program.start_launcher()
     until(lambda: (program.directories.logs / "0" / "stdout.log").exists() and "up" in program.said())
-    launch.terminate()
-    assert launch.wait(60) == 1
+    launcher.terminate()
+    assert launcher.wait(60) == 1
     assert program.said() == "up\nasked\n"
 
 
@@ -821,11 +831,13 @@ def test_a_plain_program_is_asked_to_stop_by_a_signal(plain: Callable[..., Plain
 def test_the_program_of_a_script_is_asked_to_stop_and_has_time(plain: Callable[..., PlainProgram]) -> None:
     inner = "trap 'echo asked; sleep 1; echo saved; exit' TERM; echo up; while :; do sleep 0.02; done"
     program = plain(f'sh -c "{inner}"; echo after')
-    launch = program.launch()
+    launcher = program.start_launcher()
     until(lambda: (program.directories.logs / "0" / "stdout.log").exists() and "up" in program.said())
-    launch.terminate()
+    launcher.terminate()
     until(lambda: "asked" in program.said())
-    until(lambda: any(one.status() == psutil.STATUS_ZOMBIE for one in psutil.Process(launch.server_pid).children(True)))
-    assert launch.has_workers(), "the script has ended, but its program has not"
-    assert launch.wait(60) == 1
+    until(
+        lambda: any(one.status() == psutil.STATUS_ZOMBIE for one in psutil.Process(launcher.server_pid).children(True))
+    )
+    assert launcher.has_workers(), "the script has ended, but its program has not"
+    assert launcher.wait(60) == 1
     assert program.said() == "up\nasked\nsaved\n"
