@@ -52,7 +52,7 @@ def runs(store: str | None = None) -> Runs:
 
 def checkpoint() -> None:
     """In a program: say that its checkpoint directory is complete, so that it is committed now."""
-    from packtrain.train.program import request_commit
+    from packtrain.train.control import request_commit
 
     request_commit()
 
@@ -62,14 +62,14 @@ def log(values: Mapping[str, object] | None = None, /, *, step: object = None, *
 
     Without a step, each call is one step after the last. Whatever is not a number is left out; nothing is raised.
     """
-    from packtrain.train.program import log_numbers
+    from packtrain.train.control import log_numbers
 
     log_numbers(values, named, step)
 
 
 def stop_requested() -> bool:
     """In a program: true once the run is to stop; the program then saves its checkpoint and exits."""
-    from packtrain.train.program import is_stopping
+    from packtrain.train.control import is_stopping
 
     return is_stopping()
 

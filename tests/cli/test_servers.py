@@ -124,7 +124,7 @@ def record(run: Run, step: int, generation: int = 1) -> None:
     """Write an event file of one step, as a worker does."""
     writer = TensorBoardWriter(run, generation)
     writer.append(Point("train", generation, step, 1.0, MEASURED))
-    writer.flush(now=True)
+    writer.flush(at_once=True)
 
 
 def files(folder: EventFolder) -> dict[str, bytes]:

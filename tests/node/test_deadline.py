@@ -4,25 +4,18 @@ import errno
 import subprocess
 import sys
 import threading
-from pathlib import Path
 from typing import Any
 
 import pytest
 from typer.testing import CliRunner
 
-from packtrain import report as report_module
 from packtrain.cli import app
-from packtrain.errors import EXIT_UNFINISHED, AlreadyJoined, NotFound, PacktrainError
+from packtrain.errors import EXIT_UNFINISHED, NotFound
 from packtrain.fleet import fleet_of
 from packtrain.job.job import BudgetSettings, FleetSettings
-from packtrain.node import node as node_module
-from packtrain.node import preemption
 from packtrain.node.deadline import Deadline, left_at_start, seconds_left, used_up
-from packtrain.node.directory import NodeSlot
 from packtrain.node.preemption import switch_off
-from packtrain.run.records import Result
-from packtrain.run.run import Run
-from packtrain.store import Store, StoreError
+from packtrain.store import Store
 from parts.runs import a_lease, new_run, recipe_job
 
 
@@ -126,91 +119,6 @@ def test_a_machine_that_cannot_shut_down_tries_sudo_and_says_so(
     assert "`no-such-systemctl poweroff`: [Errno 2]" in said
     assert "`sudo -n no-such-systemctl poweroff` exited with code 3" in said
     assert "shut it down manually" in said
-
-
-@pytest.mark.parametrize("fails", ["node", "report"])
-def test_a_machine_that_is_done_is_shut_down_whatever_fails(
-    fails: str, directory_store: Store, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    run = new_run(directory_store, recipe_job(fleet={"local": {"power_off": True}}))
-
-    class Ending:
-        has_done_its_part = True
-
-        def __init__(self, *_: object, **__: object) -> None: ...
-
-        def work(self) -> None:
-            run.finish(Result("stopped", "enough", 1, 1.0))
-            if fails == "node":
-                raise RuntimeError
-
-    def broken(_: Run) -> None:
-        raise StoreError("the store is away", temporary=True)
-
-    switched_off: list[bool] = []
-    monkeypatch.setattr(node_module, "Node", Ending)
-    monkeypatch.setattr(preemption, "switch_off", switched_off.append)
-    monkeypatch.setattr(report_module, "write_report", broken)
-    assert CliRunner().invoke(app, ["node", run.name, "--store", run.store.url, "--trust-code"]).exit_code != 0
-    assert switched_off == [True]
-
-
-@pytest.mark.parametrize("fails", ["the node's beginning", "the node's work", "the store"])
-def test_a_machine_whose_node_crashes_is_shut_down_and_the_crash_is_recorded(
-    fails: str, directory_store: Store, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    run = new_run(directory_store, recipe_job(fleet={"local": {"power_off": True}}))
-
-    class Dying:
-        has_done_its_part = False
-
-        def __init__(self, *_: object, **__: object) -> None:
-            if fails == "the node's beginning":
-                raise TypeError("a defect")
-
-        def work(self) -> None:
-            raise StoreError("refused") if fails == "the store" else TypeError("a defect")
-
-    switched_off: list[bool] = []
-    monkeypatch.setattr(node_module, "Node", Dying)
-    monkeypatch.setattr(preemption, "switch_off", switched_off.append)
-    assert CliRunner().invoke(app, ["node", run.name, "--store", run.store.url, "--trust-code"]).exit_code != 0
-    assert switched_off == [True]
-    [event] = run.events().read()
-    assert event.kind == "failure"
-    assert event.text.endswith("StoreError: refused" if fails == "the store" else "TypeError: a defect")
-
-
-@pytest.mark.parametrize(
-    ("arguments", "off"),
-    [(["--address", "8.8.8.8"], False), (["--interface", "no-such-card"], False), (["--power-off"], True)],
-)
-def test_a_wrong_option_shuts_no_machine_down_but_an_unreadable_job_does_if_the_fleet_says_so(
-    arguments: list[str], off: bool, directory_store: Store, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    run = new_run(directory_store, recipe_job(fleet={"local": {"power_off": True}}))
-    if off:
-        directory_store.put(run.key("job.json"), b"damaged")
-    switched_off: list[bool] = []
-    monkeypatch.setattr(preemption, "switch_off", switched_off.append)
-    ended = CliRunner().invoke(app, ["node", run.name, "--store", run.store.url, "--trust-code", *arguments])
-    assert isinstance(ended.exception, PacktrainError)
-    assert switched_off == [off]
-
-
-def test_a_second_node_does_not_shut_down_the_machine_of_the_first(
-    directory_store: Store, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setenv("PACKTRAIN_CACHE", str(tmp_path / "cache"))
-    run = new_run(directory_store, recipe_job(fleet={"local": {"power_off": True}}))
-    switched_off: list[bool] = []
-    monkeypatch.setattr(preemption, "switch_off", switched_off.append)
-    monkeypatch.setattr(NodeSlot.__init__, "__defaults__", (0.0,))  # that it waits for the first
-    first = NodeSlot(run)
-    ended = CliRunner().invoke(app, ["node", run.name, "--store", run.store.url, "--trust-code"])
-    first.close()
-    assert isinstance(ended.exception, AlreadyJoined)
-    assert switched_off == [False]
 
 
 def test_a_run_that_does_not_exist_gets_no_folder(directory_store: Store) -> None:

@@ -155,7 +155,7 @@ class Operations(TorchDispatchMode):
 
 
 def test_every_operation_has_a_deterministic_kernel_on_gpus(any_recipe: Recipe) -> None:
-    """See train/exact.py: torch would refuse others in the middle of a run."""
+    """See train/numerics.py: torch would refuse others in the middle of a run."""
     model = model_of(any_recipe).train()
     with Operations() as found:
         any_recipe.loss(model, tensors(any_recipe, everything(any_recipe))).backward()
@@ -292,7 +292,7 @@ def test_weights_of_a_run_are_taken_by_their_names(any_recipe: Recipe, tmp_path:
     save_file({**theirs, "more": torch.zeros(1)}, tmp_path / WEIGHTS_FILE)
     (tmp_path / "parent.json").write_bytes(encode(record_of(tmp_path, classes[::-1])))
     taken = parent_weights(any_recipe, engine, tmp_path)
-    assert (taken.fit.new, taken.fit.left) == ((lacking,), ("more",))
+    assert (taken.fit.anew, taken.fit.left_out) == ((lacking,), ("more",))
     before = engine.model.state_dict()[lacking].clone()
     engine.begin_with(taken.tensors)
     after = engine.model.state_dict()

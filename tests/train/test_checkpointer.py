@@ -308,8 +308,8 @@ def test_if_one_rank_cannot_save_none_does_and_the_next_save_works(
     write, run = Snapshot.write, new_run(directory_store)
 
     def fail_once(snapshot: Snapshot, directory: Path) -> dict[str, Path]:
-        assert snapshot.part is not None
-        if (snapshot.step, snapshot.part.rank) == (1, 1):
+        assert snapshot.rank_part is not None
+        if (snapshot.step, snapshot.rank_part.rank) == (1, 1):
             raise OSError(28, "No space left on device")
         return write(snapshot, directory)
 

@@ -13,8 +13,8 @@ from torch import Tensor, nn
 
 from packtrain.recipes import Batch
 from packtrain.train.engine import Ema, Engine, NonFinite, StepResult
+from packtrain.train.numerics import CLEAN_STEPS_TO_DOUBLE, FIRST_LOSS_SCALE
 from packtrain.train.optimizer import optimizer_tensors
-from packtrain.train.precision import CLEAN_STEPS_TO_DOUBLE, FIRST_LOSS_SCALE
 from packtrain.train.progress import Progress
 from packtrain.train.world import StepSync, World
 from parts.host_reads import HostReads

@@ -69,7 +69,7 @@ def test_known_measurements_of_the_same_weights_are_reused() -> None:
     evaluator = Evaluator(tiny_engine(), recipe, World(), 1)
     few = evaluator.evaluate("valid", 2)
     assert few is not None
-    whole = evaluator.evaluate("valid", None, known=few)
+    whole = evaluator.evaluate("valid", None, earlier=few)
     assert whole is not None
     assert recipe.measured == [([0, 1, 2, 3, 4], [0, 2]), ([], [1, 3, 4])]
     assert recipe.scored == [([0, 2], ["0", "2"]), ([0, 1, 2, 3, 4], ["0", "1", "2", "3", "4"])]
@@ -84,7 +84,7 @@ def test_outputs_that_match_no_samples_are_measured_again() -> None:
 
     recipe = Silent(tiny_job())
     evaluator = Evaluator(tiny_engine(), recipe, World(), 1)
-    whole = evaluator.evaluate("valid", None, known=evaluator.evaluate("valid", 2))
+    whole = evaluator.evaluate("valid", None, earlier=evaluator.evaluate("valid", 2))
     assert whole is not None
     assert recipe.measured == [([0, 1, 2, 3, 4], [0, 2]), ([0, 1, 2, 3, 4], [0, 1, 2, 3, 4])]
     assert recipe.scored[-1] == ([0, 1, 2, 3, 4], ["one for all"])

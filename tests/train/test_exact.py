@@ -10,7 +10,7 @@ import torch
 from packtrain.store import open_store
 from packtrain.train import worker
 from packtrain.train.control import JOB_VARIABLE, RUN_VARIABLE, STORE_VARIABLE, Control, StopSignal
-from packtrain.train.exact import choose_kernels, mistake_of
+from packtrain.train.numerics import choose_kernels, exactness_mistake_of
 from packtrain.train.worker import build_trainer, cause_of, in_one_line
 from packtrain.train.world import World
 from train.tiny import tiny_job, tiny_run
@@ -114,5 +114,5 @@ def test_an_operation_without_a_deterministic_kernel_is_a_mistake_in_one_line() 
 def test_another_workspace_of_the_machine_is_named() -> None:
     line = "train.exact: CUBLAS_WORKSPACE_CONFIG is set otherwise here; unset it, or set train.exact: false"
     assert in_one_line(RuntimeError(NO_WORKSPACE)) == line
-    assert mistake_of(RuntimeError("shapes cannot be multiplied")) is None
-    assert mistake_of(ValueError("a does not have a deterministic implementation")) is None
+    assert exactness_mistake_of(RuntimeError("shapes cannot be multiplied")) is None
+    assert exactness_mistake_of(ValueError("a does not have a deterministic implementation")) is None

@@ -10,7 +10,7 @@ import torch
 from safetensors.torch import load_file
 
 from packtrain.run.checkpoint import committed, fetch
-from packtrain.train.precision import FIRST_LOSS_SCALE
+from packtrain.train.numerics import FIRST_LOSS_SCALE
 from packtrain.train.state import MODEL_FILE, STATE_FILE, load_weights
 from train.forking import WorkerForker
 from train.tiny import TinyModel

@@ -18,14 +18,14 @@ import pytest
 import torch
 
 import packtrain
-from packtrain.train import program
+from packtrain.train import control as control_module
 from packtrain.train.control import STOP_SIGNALS, Control, StopSignal
 
 
 @pytest.fixture
 def control(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Control]:
     monkeypatch.setenv("PACKTRAIN_CONTROL", str(tmp_path / "control"))
-    monkeypatch.setattr(program, "_signal", StopSignal())
+    monkeypatch.setattr(control_module, "_signal", StopSignal())
     before = {number: signal.signal(number, signal.SIG_DFL) for number in STOP_SIGNALS}
     yield Control(tmp_path / "control")
     for number, handler in before.items():
@@ -68,9 +68,9 @@ class Unreadable:
 @pytest.fixture
 def logged(control: Control, monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[[], list[dict[str, Any]]]]:
     """What the node would read of the program's calls."""
-    monkeypatch.setattr(program, "_refused", set())
+    monkeypatch.setattr(control_module, "_refused", set())
     yield lambda: [json.loads(line) for line in control.numbers.read_text().splitlines()]
-    program._opened.cache_clear()
+    control_module._opened.cache_clear()
 
 
 def test_numbers_of_any_library_are_logged_under_their_own_names(logged: Callable[[], list[dict[str, Any]]]) -> None:

@@ -42,7 +42,7 @@ def fired_in_time(every: float, ends: list[float], takes: float, start: float = 
         if fresh:
             answers.append(now)
             spent += takes
-            recurring.done()
+            recurring.restart()
         before = now
     return answers
 

@@ -46,11 +46,11 @@ def test_a_record_of_time_has_the_most_memory_of_the_gpu(
     directory_store: Store, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     recorder = Recorder(run := tiny_run(directory_store), 1, 0)
-    recorder.time_spent(1, {"forward": 1.0}, now=True)
+    recorder.time_spent(1, {"forward": 1.0}, at_once=True)
     monkeypatch.setattr(torch.cuda, "is_initialized", lambda: True)
     monkeypatch.setattr(torch.cuda, "max_memory_allocated", lambda: 5)
     monkeypatch.setattr(torch.cuda, "max_memory_reserved", lambda: 8)
-    recorder.time_spent(2, {"forward": 1.0}, now=True)
+    recorder.time_spent(2, {"forward": 1.0}, at_once=True)
     recorder.close()
     found = [(one.step, one.gpu_allocated_bytes, one.gpu_reserved_bytes) for one in run.time_spent().read()]
     assert found == [(1, 0, 0), (2, 5, 8)]
@@ -155,10 +155,10 @@ def test_tensorboard_reads_several_event_files_in_order(any_store: Store, tmp_pa
     writer = TensorBoardWriter(run, generation=1)
     writer.append(a_point(1, 4.0))
     writer.append(a_point(2, 3.0))
-    writer.flush(now=True)
+    writer.flush(at_once=True)
     writer.append(a_point(3, 2.0))
     writer.append(a_point(3, 9.0, kind="valid"))
-    writer.flush(now=True)
+    writer.flush(at_once=True)
     assert len(files(run)) == 2
     accumulator = read(run, tmp_path / "events")
     assert set(accumulator.Tags()["scalars"]) == {"train/loss", "train/rate", "valid/loss", "valid/rate"}
@@ -172,7 +172,7 @@ def test_tensorboard_shows_a_later_generation_from_its_first_step_on(directory_s
         writer = TensorBoardWriter(run, generation)
         for step in steps:
             writer.append(a_point(step, loss, generation=generation))
-        writer.flush(now=True)
+        writer.flush(at_once=True)
     values = {step: value for step, value, _ in scalars(read(run, tmp_path / "events"), "train/loss")}
     assert values == {1: 1.0, 2: 1.0, 3: 2.0, 4: 2.0}
 
@@ -180,12 +180,12 @@ def test_tensorboard_shows_a_later_generation_from_its_first_step_on(directory_s
 def test_event_files_are_written_rarely_unless_requested_now(directory_store: Store) -> None:
     run = new_run(directory_store)
     writer = TensorBoardWriter(run, 1)
-    writer.flush(now=True)
+    writer.flush(at_once=True)
     writer.append(a_point(1, 1.0))
     writer.flush()
     assert files(run) == []
-    writer.flush(now=True)
-    writer.flush(now=True)
+    writer.flush(at_once=True)
+    writer.flush(at_once=True)
     assert len(files(run)) == 1
 
 
@@ -196,8 +196,8 @@ def test_points_that_could_not_be_put_are_put_later(directory_store: Store, tmp_
     store.refuse("put")
     writer.append(a_point(1, 1.0))
     with pytest.raises(StoreError):
-        writer.flush(now=True)
+        writer.flush(at_once=True)
     store.refuse()
     writer.append(a_point(2, 2.0))
-    writer.flush(now=True)
+    writer.flush(at_once=True)
     assert [step for step, *_ in scalars(read(run, tmp_path / "events"), "train/loss")] == [1, 2]

@@ -12,7 +12,7 @@ from packtrain.data.loader import Position
 from packtrain.errors import Mistake
 from packtrain.run.checkpoint import CorruptCheckpoint
 from packtrain.train.engine import Engine
-from packtrain.train.precision import LossScaleState
+from packtrain.train.numerics import LossScaleState
 from packtrain.train.progress import Progress
 from packtrain.train.state import (
     EMA_FILE,

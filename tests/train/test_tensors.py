@@ -41,8 +41,8 @@ def test_parts_of_any_number_of_ranks_read_as_one_file(tmp_path: Path, num_ranks
     write_parts(tmp_path, num_ranks)
     found = open_tensors(tmp_path, "model.safetensors")
     assert shapes_of(found) == {**shapes_of(WEIGHTS), "counter": ()}
-    assert all(torch.equal(found[name].whole(), tensor) for name, tensor in WEIGHTS.items())
-    assert int(found["counter"].whole()) == 5
+    assert all(torch.equal(found[name].read(), tensor) for name, tensor in WEIGHTS.items())
+    assert int(found["counter"].read()) == 5
 
 
 @pytest.mark.parametrize("num_ranks", [2, 3])
@@ -50,14 +50,14 @@ def test_parts_of_any_number_of_ranks_read_as_one_file(tmp_path: Path, num_ranks
 def test_any_other_number_of_ranks_reads_its_own_rows(tmp_path: Path, num_ranks: int, readers: int) -> None:
     write_parts(tmp_path, num_ranks)
     matrix = open_tensors(tmp_path, "model.safetensors")["matrix"]
-    own = [matrix.rows(*shard_rows(7, readers, rank)) for rank in range(readers)]
+    own = [matrix.read_rows(*shard_rows(7, readers, rank)) for rank in range(readers)]
     assert torch.equal(torch.cat(own), WEIGHTS["matrix"])
 
 
 def test_a_whole_file_is_read_in_the_same_way(tmp_path: Path) -> None:
     save_tensors(tmp_path / "model.safetensors", dict(WEIGHTS), {})
     matrix = open_tensors(tmp_path, "model.safetensors")["matrix"]
-    assert torch.equal(matrix.rows(2, 5), WEIGHTS["matrix"][2:5])
+    assert torch.equal(matrix.read_rows(2, 5), WEIGHTS["matrix"][2:5])
 
 
 def test_a_missing_part_is_noticed(tmp_path: Path) -> None:

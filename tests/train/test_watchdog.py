@@ -127,7 +127,7 @@ def test_a_phase_that_waits_for_the_store_may_take_longer(tmp_path: Path, monkey
     monkeypatch.setattr("packtrain.train.watchdog.time", SimpleNamespace(monotonic=lambda: now))
     watchdog = Watchdog(0.0, tmp_path / "stacks", pytest.fail)
     for _ in range(5):
-        watchdog.begin("data", least=600.0)
+        watchdog.begin("data", least_seconds=600.0)
         now += 1.0
     now += 500.0  # past ten times the median
     wait_until(lambda: looks.count(now) >= 2 or not watchdog._thread.is_alive(), "two looks of the watchdog")

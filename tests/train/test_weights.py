@@ -12,7 +12,7 @@ OWN: dict[str, tuple[int, ...]] = {"body": (4, 4), "head": (3, 4)}
 
 def test_rows_of_the_same_name_are_taken_wherever_they_are() -> None:
     found = fit(OWN, {**OWN, "head": (8, 4)}, {"head": ("cat", "dog", "elk")}, {"head": ("ant", "elk", "cat")})
-    assert found.whole == ("body",)
+    assert found.as_they_are == ("body",)
     assert found.rows == {"head": [(0, 2), (2, 1)]}
     assert found.in_words == "1 tensor, 2 of 3 rows of head"
 
@@ -25,7 +25,7 @@ def test_a_tensor_of_which_no_row_is_known_starts_anew() -> None:
 
 def test_equal_rows_are_taken_with_their_padding() -> None:
     names = {"head": ("cat", "dog")}
-    assert fit(OWN, OWN, names, names).whole == ("body", "head")
+    assert fit(OWN, OWN, names, names).as_they_are == ("body", "head")
 
 
 ROWS = {"head": ("cat", "dog", "elk")}

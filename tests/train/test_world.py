@@ -221,6 +221,6 @@ def test_a_worker_tells_the_address_of_its_own_gpu(monkeypatch: pytest.MonkeyPat
     monkeypatch.setattr(
         torch.cuda, "get_device_properties", lambda number: SimpleNamespace(pci_bus_id=number + 1, **where)
     )
-    here = [WorkerFacts.here(torch.device("cuda", number)) for number in range(2)]
+    here = [WorkerFacts.of_this_worker(torch.device("cuda", number)) for number in range(2)]
     assert [facts.gpu for facts in here] == ["0000:01:00.0", "0000:02:00.0"]
     assert backend_of(here) == "nccl"

@@ -181,7 +181,7 @@ def _options(arguments: Sequence[str]) -> argparse.Namespace:
 def _work(options: argparse.Namespace) -> None:
     """Run one worker, from joining the others to the answer."""
     from packtrain.data.pack import Pack
-    from packtrain.train import exact
+    from packtrain.train.numerics import choose_kernels, set_exact_variables
     from packtrain.train.worker import in_one_line
 
     store = open_store(options.store)
@@ -191,9 +191,9 @@ def _work(options: argparse.Namespace) -> None:
     assert job.recipe is not None
     code = unpacked(store.get(f"{options.key}-code", _MAX_CODE_BYTES)) if request.has_code else None
     try:
-        exact.set_variables(job.train.exact)
+        set_exact_variables(job.train.exact)
         world = _join(options, store)
-        exact.choose_kernels(world.device, job.train.exact)
+        choose_kernels(world.device, job.train.exact)
         pack = Pack(store, request.pack, cache_directory() / "packs")
         if request.vocabulary is not None:
             enlarge_vocabulary(pack, request.vocabulary)

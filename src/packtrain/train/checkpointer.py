@@ -13,9 +13,11 @@ import shutil
 import tempfile
 import threading
 import time
-from contextlib import suppress
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
+from typing import NamedTuple
 
 from pydantic import TypeAdapter
 
@@ -49,7 +51,13 @@ from packtrain.train.weights import fit_of, parent_weights
 from packtrain.train.world import World
 from packtrain.units import show_seconds
 
-Scored = tuple[Snapshot, float | None]
+
+class Scored(NamedTuple):
+    """A snapshot with its score, if it was evaluated; higher is better."""
+
+    snapshot: Snapshot
+    score: float | None
+
 
 _PLANNED = ("start", "resumed", "joined", "preempted", "ended")  # causes of generations before which nothing was lost
 _FIRST_PAUSE_SECONDS, _MAX_PAUSE_SECONDS = 1.0, 30.0
@@ -78,7 +86,8 @@ class Checkpointer:
         engine.before_update = self._wait_for_copy
         self._saved_at = time.monotonic()
         # Only the first rank votes on saves, so only it needs to read the generations.
-        self._failures = sum(one.cause not in _PLANNED for one in run.generations()) if world.is_first else 0
+        causes = [record.cause for record in run.generations()] if world.is_first else []
+        self._failures = sum(cause not in _PLANNED for cause in causes)
 
     def restore(self) -> Progress:
         """Load the newest valid checkpoint into the engine and return its progress. Collective.
@@ -87,46 +96,50 @@ class Checkpointer:
         """
         directory = self._directory / "restored"
         directory.mkdir(exist_ok=True)
-        found: Checkpoint | None = None
-        if self._world.is_first:
-            found = fetch_newest(self._run, directory, self._warn, self._check)
+        newest = fetch_newest(self._run, directory, self._warn, self._check) if self._world.is_first else None
         # All ranks load what the first one found: if each listed by itself, a commit in between would divide them.
-        chosen = self._world.share(found.name.encode() if found else b"").decode()
-        if not chosen:
+        name = self._world.share(newest.name.encode() if newest else b"").decode()
+        if not name:
             self._begin(directory)
             return Progress()
-        if not self._world.is_first and self._world.rank_of_node == 0:
-            fetch_named(self._run, chosen, directory)
+
+        def fetch() -> None:
+            if not self._world.is_first:  # which has it
+                fetch_named(self._run, name, directory)
+
+        with self._fetched(fetch, directory):
+            progress = restore(self._engine, directory, self._description(Progress()), self._world.rank)
+        if self._world.is_first:
+            self._recorder.event("restored", f"restored checkpoint {progress.step} ({name})")
+        return progress
+
+    @contextmanager
+    def _fetched(self, fetch: Callable[[], object], directory: Path) -> Iterator[None]:
+        """Have one rank of every machine fetch files, and remove them when no rank there needs them. Collective."""
+        if self._world.rank_of_node == 0:
+            fetch()
         self._world.barrier()  # now every machine has the files
-        progress = restore(self._engine, directory, self._description(Progress()), self._world.rank)
+        yield
         self._world.barrier()  # now no rank of this machine needs them
         if self._world.rank_of_node == 0:
             shutil.rmtree(directory)
-        if self._world.is_first:
-            self._recorder.event("restored", f"restored checkpoint {progress.step} ({chosen})")
-        return progress
 
     def _begin(self, directory: Path) -> None:
         """Load the weights of the first step: those of another run, if the job says so. Collective."""
         parent = self._run.job.parent
         if parent is None:
-            given = self._engine.load_initial_weights()
-            if given and self._world.is_first:
-                words = fit_of(self._engine.model.state_dict(), given).in_words
+            weights = self._engine.load_initial_weights()
+            if weights and self._world.is_first:
+                words = fit_of(self._engine.model.state_dict(), weights).in_words
                 self._recorder.event("restored", f"started from given weights: {words}")
             return
         if parent.takes == "everything":
             raise Mistake(f"{self._run.name} starts from {parent.in_words}, but has no copy of it; create it again")
-        if self._world.rank_of_node == 0:
-            fetch_weights(self._run, directory)
-        self._world.barrier()  # now every machine has the files
-        taken = parent_weights(self._recipe, self._engine, directory)
-        self._engine.begin_with(taken.tensors)
-        self._world.barrier()  # now no rank of this machine needs them
-        if self._world.rank_of_node == 0:
-            shutil.rmtree(directory)
+        with self._fetched(lambda: fetch_weights(self._run, directory), directory):
+            fitting = parent_weights(self._recipe, self._engine, directory)
+            self._engine.begin_with(fitting.tensors)
         if self._world.is_first:
-            self._recorder.event("restored", f"started from {parent.in_words}: {taken.fit.in_words}")
+            self._recorder.event("restored", f"started from {parent.in_words}: {fitting.fit.in_words}")
 
     def _warn(self, text: str) -> None:
         self._recorder.event("warning", text)
@@ -178,8 +191,8 @@ class Checkpointer:
 
     def has_committed(self, step: int) -> bool:
         """True if the newest checkpoint in the store is of that step."""
-        found = committed(self._run)
-        return bool(found) and found[-1].step == step
+        checkpoints = committed(self._run)
+        return bool(checkpoints) and checkpoints[-1].step == step
 
     def _description(self, progress: Progress) -> Description:
         model, scale = self._run.job.model, self._engine.precision.scale
@@ -234,18 +247,19 @@ class BackgroundCommitter:
     def add(self, snapshot: Snapshot, score: float | None) -> None:
         with self._changed:
             # Everything that waits is replaced, except for the best.
-            best = self._best_of([*self._waiting, (snapshot, score)])
-            for one in self._waiting:
-                if one is not best:
-                    self._report(one[0], PartReport(failure="a newer state replaced it"))
-                    self._copier.give_back(one[0].copies)
-            self._waiting = [*(one for one in self._waiting if one is best), (snapshot, score)]
+            newest = Scored(snapshot, score)
+            best = self._best_of([*self._waiting, newest])
+            for scored in self._waiting:
+                if scored is not best:
+                    self._report(scored.snapshot, PartReport(failure="a newer state replaced it"))
+                    self._copier.give_back(scored.snapshot.copies)
+            self._waiting = [*(scored for scored in self._waiting if scored is best), newest]
             self._changed.notify_all()
 
     def _best_of(self, snapshots: list[Scored]) -> Scored | None:
         """Return the snapshot with the best score, of equals the newest."""
-        scored = [one for one in reversed(snapshots) if one[1] is not None] if self._settings.keep_best else []
-        return max(scored, key=lambda one: one[1] or 0.0, default=None)
+        candidates = [scored for scored in reversed(snapshots) if scored.score is not None and self._settings.keep_best]
+        return max(candidates, key=lambda scored: scored.score or 0.0, default=None)
 
     def close(self, patience: float = math.inf, most_seconds: float | None = None) -> None:
         """Wait until everything is committed, or for so many seconds; for parts of other ranks with `patience`."""
@@ -268,11 +282,11 @@ class BackgroundCommitter:
                 self._changed.wait_for(lambda: self._waiting or self._closed)
                 if not self._waiting:
                     return
-                one = self._waiting.pop(0)
-            self._commit_or_warn(one)
-            self._copier.give_back(one[0].copies)  # the next copy reuses the memory
+                scored = self._waiting.pop(0)
+            self._commit_or_warn(scored)
+            self._copier.give_back(scored.snapshot.copies)  # the next copy reuses the memory
 
-    def _commit_or_warn(self, one: Scored) -> None:
+    def _commit_or_warn(self, scored: Scored) -> None:
         """Commit, or warn and let training continue: the last good checkpoint is still there.
 
         While the store is unreachable the commit is retried, until a newer snapshot makes it pointless.
@@ -280,7 +294,7 @@ class BackgroundCommitter:
         backoff = Backoff(_FIRST_PAUSE_SECONDS, _MAX_PAUSE_SECONDS)
         while True:
             try:
-                self._commit(*one)
+                self._commit(*scored)
                 return
             except Superseded as error:
                 self.superseded, failure = error, str(error)
@@ -288,16 +302,16 @@ class BackgroundCommitter:
             except Exception as error:
                 failure = str(error)
                 if self._world.is_first or not isinstance(error, PartNotSaved):  # one rank warns of what another lacks
-                    self._recorder.event("warning", f"step {one[0].step} is not saved yet: {error}")
+                    self._recorder.event("warning", f"step {scored.snapshot.step} is not saved yet: {error}")
                 if not (isinstance(error, StoreError) and error.temporary):  # the next save will try again
                     break
             with self._changed:
-                if self._changed.wait_for(lambda: self._abandoned or self._is_replaced(one), backoff.next_pause()):
+                if self._changed.wait_for(lambda: self._abandoned or self._is_replaced(scored), backoff.next_pause()):
                     break
-        self._report(one[0], PartReport(failure=failure))
+        self._report(scored.snapshot, PartReport(failure=failure))
 
-    def _is_replaced(self, one: Scored) -> bool:
-        return bool(self._waiting) and self._best_of([one, *self._waiting]) is not one
+    def _is_replaced(self, scored: Scored) -> bool:
+        return bool(self._waiting) and self._best_of([scored, *self._waiting]) is not scored
 
     def _commit(self, snapshot: Snapshot, score: float | None) -> None:
         started = time.monotonic()
@@ -305,15 +319,20 @@ class BackgroundCommitter:
             files = snapshot.write(Path(directory))
             # The metrics up to this step go first, so that the history of a resumed run has no gap.
             self._recorder.flush_points()
-            if snapshot.part is None:
+            if snapshot.rank_part is None:
                 checkpoint = commit(self._run, snapshot.step, self._generation, score, files)
             else:
-                stored = put_files(self._run, snapshot.part.checkpoint, files)
-                if snapshot.part.rank > 0:
+                name = snapshot.rank_part.checkpoint
+                stored = put_files(self._run, name, files)
+                if snapshot.rank_part.rank > 0:
                     self._report(snapshot, PartReport(stored))
-                    self._listen(snapshot.part, 0)
+                    self._listen(snapshot.rank_part, 0)  # until the first rank has committed
                     return
-                checkpoint = self._commit_parts(snapshot, snapshot.part, score, stored)
+                for rank in range(1, self._world.num_ranks):
+                    stored += self._listen(snapshot.rank_part, rank)
+                checkpoint = Checkpoint(FORMAT, name, snapshot.step, self._generation, score, stored)
+                put_manifest(self._run, checkpoint)
+                self._report(snapshot, PartReport())
         self.commit_seconds = time.monotonic() - started
         self._recorder.event("checkpoint", f"committed {checkpoint.name} in {show_seconds(self.commit_seconds)}")
         try:
@@ -321,26 +340,16 @@ class BackgroundCommitter:
         except StoreError as error:
             self._recorder.event("warning", f"cannot delete old checkpoints: {error}")
 
-    def _commit_parts(
-        self, snapshot: Snapshot, part: SnapshotPart, score: float | None, own: tuple[StoredFile, ...]
-    ) -> Checkpoint:
-        """Commit when the parts of all ranks are in the store."""
-        others = [file for rank in range(1, self._world.num_ranks) for file in self._listen(part, rank)]
-        checkpoint = Checkpoint(FORMAT, part.checkpoint, snapshot.step, self._generation, score, (*own, *others))
-        put_manifest(self._run, checkpoint)
-        self._report(snapshot, PartReport(own))
-        return checkpoint
-
     def _report(self, snapshot: Snapshot, report: PartReport) -> None:
-        if snapshot.part is not None:
+        if snapshot.rank_part is not None:
             with suppress(RuntimeError):  # the rank that hosts the ranks' store is gone, and with it all of them
-                self._world.tell(_subject(snapshot.part, snapshot.part.rank), json.dumps(asdict(report)))
+                self._world.tell(_subject(snapshot.rank_part, snapshot.rank_part.rank), json.dumps(asdict(report)))
 
-    def _listen(self, part: SnapshotPart, rank: int) -> tuple[StoredFile, ...]:
+    def _listen(self, snapshot_part: SnapshotPart, rank: int) -> tuple[StoredFile, ...]:
         """Wait for a rank's files; raise PartNotSaved if there will be none."""
         while not self._abandoned and time.monotonic() < self._listens_until:
-            if (told := self._world.told(_subject(part, rank))) is not None:
-                report = _PART_REPORT.validate_json(told)
+            if (answer := self._world.heard(_subject(snapshot_part, rank))) is not None:
+                report = _PART_REPORT.validate_json(answer)
                 if report.failure:
                     raise PartNotSaved(f"rank {rank} did not save its part: {report.failure}")
                 return report.files
@@ -348,5 +357,5 @@ class BackgroundCommitter:
         raise PartNotSaved(f"rank {rank} has not saved its part")
 
 
-def _subject(part: SnapshotPart, rank: int) -> str:
-    return f"checkpoint {part.checkpoint} part {rank}"
+def _subject(snapshot_part: SnapshotPart, rank: int) -> str:
+    return f"checkpoint {snapshot_part.checkpoint} part {rank}"

@@ -21,9 +21,9 @@ from packtrain.job.job import TrainSettings
 from packtrain.job.kinds import ExchangeKind
 from packtrain.recipes import Batch, Recipe
 from packtrain.recipes.recipe import training_order
-from packtrain.train.blocks import has_varying_sizes, replace_forwards
 from packtrain.train.gradient_sync import GradientSync, SyncedModel
-from packtrain.train.precision import Precision
+from packtrain.train.model_blocks import has_varying_sizes, replace_forwards
+from packtrain.train.numerics import Precision
 from packtrain.train.progress import Progress
 from packtrain.train.recorder import Clock, clock_of
 from packtrain.train.schedule import rate_of
@@ -97,9 +97,9 @@ class Engine:
     def begin_with(self, first: Mapping[str, Tensor | StoredTensor]) -> None:
         """Put whole tensors into the model and its average, before the first step; the same on every rank."""
         for model in [self.model] if self.ema is None else [self.model, self.ema.model]:
-            own = model.state_dict()
+            state = model.state_dict()
             for name, tensor in first.items():
-                own[name].copy_(placed(tensor, own[name]))
+                state[name].copy_(placed(tensor, state[name]))
         self.gradient_sync.restore(self.gradient_sync.state())  # ranks that update locally start from these weights too
 
     def evaluation_model(self) -> nn.Module:
@@ -109,7 +109,7 @@ class Engine:
         return self.gradient_sync.plain(chosen).eval()
 
     def step(
-        self, now: Progress, micro_batches: Sequence[Batch], cost: int, own_cost: int, last: bool = False
+        self, progress: Progress, micro_batches: Sequence[Batch], cost: int, rank_cost: int, last: bool = False
     ) -> StepResult:
         """Make the step after `now` on this rank's part of a global batch.
 
@@ -118,14 +118,14 @@ class Engine:
         """
         if self._compiles_first:
             self._compile()
-        seed_randomness(self._settings.seed, now.step, self._world.rank, self._world.device)
-        rate = self._rate(now)
+        seed_randomness(self._settings.seed, progress.step, self._world.rank, self._world.device)
+        rate = self._rate(progress)
         for group in self.optimizer.param_groups:
             group["lr"] = rate
         if not self.model.training:
             self.model.train()
         self.gradient_sync.before_step()
-        factor = self.gradient_sync.loss_factor(cost, own_cost) * self.precision.scale.value
+        factor = self.gradient_sync.loss_factor(cost, rank_cost) * self.precision.scale.value
         total = torch.zeros((), device=self._world.device)
         for number, micro_batch in enumerate(micro_batches, 1):
             is_last = number == len(micro_batches)
@@ -139,9 +139,9 @@ class Engine:
                 self.clock.mark(self.gradient_sync.span_after_backward if is_last else "backward")
             total += loss.detach()
         self.before_update()  # waits until the last snapshot is copied: the weights change next
-        norm, skipped = self._update(now, total)
-        self.gradient_sync.after_update(now.step + 1, last)
-        self._update_ema(now.step, last)
+        norm, skipped = self._update(progress, total)
+        self.gradient_sync.after_update(progress.step + 1, last)
+        self._update_ema(progress.step, last)
         self.clock.mark("optimizer")
         return StepResult(total, rate, norm, skipped)
 
@@ -151,10 +151,10 @@ class Engine:
         What a compiler makes for all sizes depends on the first that it sees: a resumed run, which begins with another
         batch, would differ in the last bits.
         """
-        order, micro, own = training_order(self._recipe), self._settings.micro_batch, list(self.model.buffers())
+        order, micro, buffers = training_order(self._recipe), self._settings.micro_batch, list(self.model.buffers())
         ids = share(order.batches(0)[0], 0, self._world.num_ranks)
         ids = micro_batches(ids, order.costs, None if micro is None else micro.value)[0]
-        buffers = [buffer.clone() for buffer in own]
+        statistics = [buffer.clone() for buffer in buffers]
         self.model.train()
         with self.gradient_sync.micro_batch(last=True):
             with self.precision.compute():
@@ -162,22 +162,22 @@ class Engine:
                 loss = self._recipe.loss(self.gradient_sync.module, batch)
             loss.backward()
         self.optimizer.zero_grad(set_to_none=True)
-        for buffer, kept in zip(own, buffers, strict=True):
-            buffer.copy_(kept)
+        for buffer, statistic in zip(buffers, statistics, strict=True):
+            buffer.copy_(statistic)
         self._compiles_first = False
 
-    def _update(self, now: Progress, loss: Tensor) -> tuple[Reading | float, bool]:
+    def _update(self, progress: Progress, loss: Tensor) -> tuple[Reading | float, bool]:
         """Clip and update; return the gradient norm, and True if fp16 overflowed and the step was skipped."""
         scale = self.precision.scale
         gradients = [parameter.grad for parameter in self._parameters if parameter.grad is not None]
-        found = nn.utils.get_total_norm(gradients, foreach=True)
-        found = found.full_tensor() if isinstance(found, DTensor) else found
+        total_norm = nn.utils.get_total_norm(gradients, foreach=True)
+        total_norm = total_norm.full_tensor() if isinstance(total_norm, DTensor) else total_norm
         if self._spoilt is not None:
-            return self._update_unread(gradients, found, self._spoilt), False
-        norm = float(found) / scale.value
+            return self._update_unread(gradients, total_norm, self._spoilt), False
+        norm = float(total_norm) / scale.value
         skipped = not math.isfinite(norm)
         if skipped:
-            self._skip_or_raise(now.step + 1, loss)
+            self._skip_or_raise(progress.step + 1, loss)
         else:
             limit = math.inf if self._settings.clip is None else self._settings.clip
             # Clipping and removing the loss scale are one multiplication.
@@ -189,13 +189,13 @@ class Engine:
         self.optimizer.zero_grad(set_to_none=True)
         return norm, skipped
 
-    def _update_unread(self, gradients: list[Tensor], found: Tensor, spoilt: Tensor) -> Reading:
+    def _update_unread(self, gradients: list[Tensor], total_norm: Tensor, spoilt: Tensor) -> Reading:
         """Clip and update without reading the norm: the host would wait for it, and the device then for the host.
 
         `spoilt` becomes 1 when a norm is not finite, and stays: neither that step nor those queued by the time the host
         knows change a weight. The average of the weights may move, but is neither evaluated nor saved before `confirm`.
         """
-        norm = found.to(spoilt.device, torch.float64)  # as precise as on the host
+        norm = total_norm.to(spoilt.device, torch.float64)  # as precise as on the host
         torch.maximum(spoilt, (~norm.isfinite()).to(spoilt.dtype), out=spoilt)
         if self._settings.clip is not None and gradients:
             factor = (self._settings.clip / (norm + _EPSILON)).clamp(max=1.0)
@@ -301,18 +301,18 @@ def name_bad_samples(engine: Engine, recipe: Recipe, world: World, exchange: Exc
     """
     alone = not exchange.syncs_every_step
     model = engine.model if alone else engine.gradient_sync.plain(engine.model)
-    found: dict[int, None] = {}  # in order, each once
+    bad: dict[int, None] = {}  # in order, each once
     for at, sample in enumerate(loaded.ids[:_TRIED_SAMPLES].tolist()):
         arrays = recipe.batch(loaded.ids[at : at + 1], loaded.at.epoch, loaded.repeats[at : at + 1])
         if not math.isfinite(engine.loss_of(model, on_device(arrays, world.device, recipe.on_host))):
-            found[sample] = None
-    bad = list(found)
+            bad[sample] = None
+    samples = list(bad)
     if not alone:
-        gathered = b" ".join(part for part in world.gather(" ".join(map(str, bad)).encode()) if part)
-        bad = [int(word) for word in gathered.split()]
+        gathered = b" ".join(world.gather(" ".join(map(str, samples)).encode()))
+        samples = [int(word) for word in gathered.split()]
     sources = recipe.pack.manifest.splits["train"].sources
-    if bad:
-        return f"bad samples: {_names(sources, bad)}"
+    if samples:
+        return f"bad samples: {_names(sources, samples)}"
     return f"no single sample causes it; the batch begins with {_names(sources, loaded.ids.tolist())}"
 
 
@@ -325,5 +325,5 @@ def _names(sources: tuple[int, ...], samples: list[int]) -> str:
             at -= sources[number]
             number += 1
         names.append(f"{at} of data.train.{number}" if sources else str(at))
-    more = f" and {len(samples) - _NAMED_SAMPLES} more" if len(samples) > _NAMED_SAMPLES else ""
-    return ", ".join(names) + more
+    ending = f" and {len(samples) - _NAMED_SAMPLES} more" if len(samples) > _NAMED_SAMPLES else ""
+    return ", ".join(names) + ending

@@ -28,7 +28,7 @@ class Evaluation:
     Only `pictures` are this rank's own: those of the samples in the scores that it measured, by their digests.
     """
 
-    parts: Sequence[Measurement]
+    measurements: Sequence[Measurement]
     decoded: Ids
     scores: Scores
     seconds: float
@@ -37,7 +37,7 @@ class Evaluation:
     @property
     def outputs(self) -> list[str]:
         """Return the outputs of `decoded`, in that order; a recipe may have others, or none."""
-        return [output for part in self.parts for output in part.outputs]
+        return [output for measurement in self.measurements for output in measurement.outputs]
 
     @property
     def values(self) -> dict[str, float]:
@@ -61,7 +61,7 @@ class Evaluator:
         self._pulse, self._before_waiting = pulse, before_waiting
 
     def evaluate(
-        self, split: str, decode: int | None, epoch: int = 0, known: Evaluation | None = None
+        self, split: str, decode: int | None, epoch: int = 0, earlier: Evaluation | None = None
     ) -> Evaluation | None:
         """Evaluate the model; None if a stop came first on any rank.
 
@@ -69,22 +69,22 @@ class Evaluator:
         split is not measured again.
         """
         started = time.perf_counter()
-        if known is not None and len(known.outputs) != len(known.decoded):
-            known = None  # this recipe's outputs cannot be matched to samples
+        if earlier is not None and len(earlier.outputs) != len(earlier.decoded):
+            earlier = None  # this recipe's outputs cannot be matched to samples
         count = self._recipe.count(split)
         decoded = spread(count, count if decode is None else decode)
-        missing = decoded if known is None else np.setdiff1d(decoded, known.decoded)
+        missing = decoded if earlier is None else np.setdiff1d(decoded, earlier.decoded)
         pictures: dict[str, bytes] = {}
-        parts = self._measured(split, missing, epoch, pictures, outputs_alone=known is not None)
-        if parts is None:
+        measurements = self._measured(split, missing, epoch, pictures, outputs_alone=earlier is not None)
+        if measurements is None:
             return None
-        if known is not None:
-            parts = _together(known, missing, parts)
-        scores = self._scores(split, decoded, parts)
-        seconds = time.perf_counter() - started + (known.seconds if known else 0.0)
+        if earlier is not None:
+            measurements = _together(earlier, missing, measurements)
+        scores = self._scores(split, decoded, measurements)
+        seconds = time.perf_counter() - started + (earlier.seconds if earlier else 0.0)
         shown = {sample.picture for sample in scores.samples}
-        own = {digest: jpeg for digest, jpeg in pictures.items() if digest in shown}
-        return Evaluation(parts, decoded, scores, seconds, own)
+        shown_pictures = {digest: jpeg for digest, jpeg in pictures.items() if digest in shown}
+        return Evaluation(measurements, decoded, scores, seconds, shown_pictures)
 
     def _measured(
         self, split: str, decoded: Ids, epoch: int, pictures: dict[str, bytes], outputs_alone: bool
@@ -102,32 +102,33 @@ class Evaluator:
                 request = EvaluationRequest(split, mine, mine_decoded, self._beam, epoch, self._pulse, show_ids=shown)
                 measured = self._recipe.measure(model, request)
             pictures.update(measured.pictures)
-            part = json.dumps(asdict(replace(measured, pictures={}))).encode()
+            message = json.dumps(asdict(replace(measured, pictures={}))).encode()
         except StopRequested:
-            part = _ABANDONED
+            message = _ABANDONED
         # The other ranks may need much longer: what follows is not this rank's hang.
         self._before_waiting()
-        gathered = self._world.gather(part)
+        gathered = self._world.gather(message)
         return None if _ABANDONED in gathered else [_MEASUREMENT.validate_json(data) for data in gathered]
 
-    def _scores(self, split: str, decoded: Ids, parts: Sequence[Measurement]) -> Scores:
+    def _scores(self, split: str, decoded: Ids, measurements: Sequence[Measurement]) -> Scores:
         """Score on the first rank for all: comparing outputs with a corpus takes a while."""
         if not self._world.is_first:
             return _SCORES.validate_json(self._world.share(b""))
-        scores = self._recipe.score(split, decoded, parts)
+        scores = self._recipe.score(split, decoded, measurements)
         self._world.share(json.dumps(asdict(scores)).encode())
         return scores
 
 
-def _together(known: Evaluation, missing: Ids, parts: Sequence[Measurement]) -> list[Measurement]:
+def _together(earlier: Evaluation, missing: Ids, measurements: Sequence[Measurement]) -> list[Measurement]:
     """Merge the missing outputs into the known ones, in sample order."""
-    ids = np.concatenate([known.decoded, missing])
-    outputs = [*known.outputs, *(output for part in parts for output in part.outputs)]
+    ids = np.concatenate([earlier.decoded, missing])
+    outputs = [*earlier.outputs, *(output for measurement in measurements for output in measurement.outputs)]
     ordered = [outputs[at] for at in np.argsort(ids, kind="stable").tolist()]
-    return [replace(part, outputs=[] if number else ordered) for number, part in enumerate(known.parts)]
+    first, *others = earlier.measurements
+    return [replace(first, outputs=ordered), *(replace(measurement, outputs=[]) for measurement in others)]
 
 
 def evaluate(engine: Engine, recipe: Recipe, world: World, split: str, decode: int | None, beam: int) -> Scores | None:
     """Return the scores of the model, equal on all ranks."""
-    found = Evaluator(engine, recipe, world, beam).evaluate(split, decode)
-    return None if found is None else found.scores
+    evaluation = Evaluator(engine, recipe, world, beam).evaluate(split, decode)
+    return None if evaluation is None else evaluation.scores

@@ -132,8 +132,8 @@ def _groups(model: nn.Module, decay: float, scaled: bool = False) -> list[dict[s
     if not decay and not scaled:
         return [{"params": parameters, "weight_decay": 0.0}]
     groups: list[dict[str, Any]] = [
-        {"params": [one for one in parameters if one.ndim > 1], "weight_decay": decay},
-        {"params": [one for one in parameters if one.ndim <= 1], "weight_decay": 0.0},
+        {"params": [parameter for parameter in parameters if parameter.ndim > 1], "weight_decay": decay},
+        {"params": [parameter for parameter in parameters if parameter.ndim <= 1], "weight_decay": 0.0},
     ]
     if scaled:
         groups = [{**group, "scaled": number == 0} for number, group in enumerate(groups)]

@@ -40,8 +40,8 @@ def multiples(value: float, every: float) -> int:
     return math.floor(up_to_rounding(value / every))
 
 
-def reached(goal: Duration, now: Progress) -> bool:
-    return multiples(now.in_unit(goal.unit), goal.value) >= 1
+def reached(goal: Duration, progress: Progress) -> bool:
+    return multiples(progress.in_unit(goal.unit), goal.value) >= 1
 
 
 class Recurring:
@@ -58,18 +58,19 @@ class Recurring:
         if every is not None and every.unit == "seconds":
             self._since = multiples(seconds, every.value) * every.value
 
-    def due(self, before: Progress, now: Progress) -> bool:
-        """True if it fell due after `before` and by `now`; a time stays due until `done`."""
+    def due(self, before: Progress, progress: Progress) -> bool:
+        """True if it fell due after `before` and by `now`; a time stays due until `restart`."""
         if self._every is None:
             return False
         unit, every = self._every.unit, self._every.value
         if unit != "seconds":
-            return multiples(now.in_unit(unit), every) > multiples(before.in_unit(unit), every)
-        if self._since is None and now.seconds > before.seconds:
-            self._since = now.seconds
-        return self._since is not None and multiples(now.seconds - self._since, every) >= 1
+            return multiples(progress.in_unit(unit), every) > multiples(before.in_unit(unit), every)
+        if self._since is None and progress.seconds > before.seconds:
+            self._since = progress.seconds
+        return self._since is not None and multiples(progress.seconds - self._since, every) >= 1
 
-    def done(self) -> None:
+    def restart(self) -> None:
+        """Count a time anew, after an occurrence."""
         # The clock that all ranks share arrives with the next step sync: count from there.
         self._since = None
 

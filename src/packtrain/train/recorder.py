@@ -1,4 +1,4 @@
-"""The records of a worker: events, metrics, time spent, TensorBoard files. Written in the background."""
+"""The records of a worker: events, metrics, time spent, TensorBoard files, traces. Written in the background."""
 
 from __future__ import annotations
 
@@ -8,10 +8,12 @@ import shutil
 import threading
 import time
 from collections import Counter, defaultdict, deque
-from collections.abc import Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
 
 import torch
+from torch.profiler import ProfilerAction, ProfilerActivity, profile, schedule
 
 from packtrain.process import say
 from packtrain.run.chunks import Flushable, Flusher
@@ -27,6 +29,9 @@ SPANS = (
 _SECONDS_BETWEEN_TIMES = 10.0
 _MAX_PICTURES, _MAX_PENDING_PICTURES = 2000, 64  # of one worker in one generation; each has at most 32 kB
 _SECONDS_BETWEEN_TENSORBOARD_FILES = 30.0  # each flush is a file: objects in a bucket cannot be appended to
+_SKIPPED_STEPS = 3  # the first ones fill caches and choose kernels
+_WARM_UP_STEPS = 2  # recorded and thrown away: the profiler's own start would be in them
+_RECORDING = (ProfilerAction.RECORD, ProfilerAction.RECORD_AND_SAVE)
 
 
 class Clock:
@@ -42,9 +47,9 @@ class Clock:
 
     def mark(self, span: str) -> None:
         """Attribute the time since the last mark to `span`."""
-        now = time.perf_counter()
-        self._spans[span] += now - self._last
-        self._last = now
+        moment = time.perf_counter()
+        self._spans[span] += moment - self._last
+        self._last = moment
 
     def add(self, span: str, seconds: float) -> None:
         """Attribute time from before this clock existed."""
@@ -56,8 +61,8 @@ class Clock:
 
     def take(self) -> dict[str, float]:
         """Return the seconds of every span since the last call."""
-        taken, self._spans = dict(self._spans), defaultdict(float)
-        return taken
+        spans, self._spans = dict(self._spans), defaultdict(float)
+        return spans
 
 
 class DeviceClock(Clock):
@@ -139,11 +144,11 @@ class Recorder:
         """Put a file into the outputs of the run, compressed, and remove it."""
         self._outputs.add(name, path)
 
-    def time_spent(self, step: int, seconds: Mapping[str, float], now: bool = False) -> None:
-        """Add to where the time went; a record is written every few seconds, or `now`."""
+    def time_spent(self, step: int, seconds: Mapping[str, float], at_once: bool = False) -> None:
+        """Add to where the time went; a record is written every few seconds, or `at_once`."""
         self._spent.update(seconds)
         # A record of every step would be as large as the metrics, from every rank.
-        if now or time.monotonic() - self._spent_at > _SECONDS_BETWEEN_TIMES:
+        if at_once or time.monotonic() - self._spent_at > _SECONDS_BETWEEN_TIMES:
             who = self._generation, self._rank
             self._times.append(TimeSpent(time.time(), *who, step, dict(self._spent), *peak_gpu_bytes()))
             self._spent.clear()
@@ -155,7 +160,7 @@ class Recorder:
     def close(self) -> None:
         self._flusher.close()  # first: from here on nothing else flushes
         try:
-            self._tensorboard.flush(now=True)
+            self._tensorboard.flush(at_once=True)
         except StoreError as error:
             self._warn(error)
 
@@ -228,9 +233,9 @@ class TensorBoardWriter:
     def append(self, point: Point) -> None:
         self._pending.append(point)
 
-    def flush(self, now: bool = False) -> None:
+    def flush(self, at_once: bool = False) -> None:
         elapsed = time.monotonic() - self._flushed
-        if not self._pending or not (now or elapsed > _SECONDS_BETWEEN_TENSORBOARD_FILES):
+        if not self._pending or not (at_once or elapsed > _SECONDS_BETWEEN_TENSORBOARD_FILES):
             return
         points = list(self._pending)
         name = f"events.out.tfevents.{self._started}.{self._run.name}.{self._generation:06d}.{self._files:06d}"
@@ -255,3 +260,51 @@ def encode_events(points: list[Point]) -> bytes:
         event = Event(wall_time=point.time, step=point.step, summary=Summary(value=values))
         writer.write(event.SerializeToString())
     return buffer.getvalue()
+
+
+class StepProfile:
+    """Records `steps` steps after the first few, or fewer if the run ends, and writes them to `path`.
+
+    Call `step` after every step. It calls `on_written` when the file is there.
+    """
+
+    def __init__(self, steps: int, device: torch.device, path: Path, on_written: Callable[[], None]) -> None:
+        self._path, self._on_written, self._is_written = path, on_written, False
+        self._activities = [ProfilerActivity.CPU, *([ProfilerActivity.CUDA] if device.type == "cuda" else [])]
+        self._profiler: profile | None = profile(
+            activities=self._activities,
+            schedule=schedule(skip_first=_SKIPPED_STEPS, wait=0, warmup=_WARM_UP_STEPS, active=steps, repeat=1),
+            on_trace_ready=self._write,
+            record_shapes=True,
+            profile_memory=True,
+        )
+        self._profiler.start()
+
+    def step(self) -> None:
+        if self._profiler is not None:
+            self._profiler.step()
+            if self._is_written:
+                self.close()
+
+    @contextmanager
+    def paused(self) -> Iterator[None]:
+        """Record nothing meanwhile: an evaluation has more operations than many steps."""
+        profiler = self._profiler
+        if profiler is None or profiler.current_action not in _RECORDING:
+            yield
+            return
+        profiler.toggle_collection_dynamic(False, self._activities)
+        try:
+            yield
+        finally:
+            profiler.toggle_collection_dynamic(True, self._activities)
+
+    def close(self) -> None:
+        if self._profiler is not None:
+            self._profiler.stop()  # writes what was recorded, if that has not been done
+        self._profiler = None  # frees what it recorded
+
+    def _write(self, profiler: profile) -> None:
+        profiler.export_chrome_trace(str(self._path))
+        self._is_written = True
+        self._on_written()

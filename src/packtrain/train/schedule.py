@@ -45,7 +45,7 @@ def rate_of(train: TrainSettings, width: int) -> Rate:
     scale = train.scale_rate
     if scale is None:
         return rate
-    return lambda now: rate(now) * scale.factor(train.in_epoch(int(up_to_rounding(now.epochs))).batch)
+    return lambda progress: rate(progress) * scale.factor(train.in_epoch(int(up_to_rounding(progress.epochs))).batch)
 
 
 class NoamSettings(ScheduleKind):
@@ -97,23 +97,23 @@ class NoamSettings(ScheduleKind):
             f"It rises linearly {length}, then falls with the inverse square root of the step: the factor is {factor}."
         )
 
-    def fitted(self, written: Duration, now: Duration) -> NoamSettings:
-        if now.unit != "steps" or self.share is not None:
+    def fitted(self, written: Duration, duration: Duration) -> NoamSettings:
+        if duration.unit != "steps" or self.share is not None:
             return self
-        return self._warmed_up_in(cut_to(self.warmup, written, now) or Duration(1.0, "steps"))
+        return self._warmed_up_in(cut_to(self.warmup, written, duration) or Duration(1.0, "steps"))
 
-    def default_for(self, written: Duration, now: Duration) -> NoamSettings:
-        if now.unit != "seconds":
-            return self.fitted(written, now)
-        return self.model_copy(update={"share": None})._warmed_up_in(_in_steps(self.warmup, now))
+    def default_for(self, written: Duration, duration: Duration) -> NoamSettings:
+        if duration.unit != "seconds":
+            return self.fitted(written, duration)
+        return self.model_copy(update={"share": None})._warmed_up_in(_in_steps(self.warmup, duration))
 
-    def beside(self, given: Mapping[str, object]) -> Mapping[str, object]:
-        if given.get("scale") is not None or given.get("peak") is not None:
+    def beside(self, fields: Mapping[str, object]) -> Mapping[str, object]:
+        if fields.get("scale") is not None or fields.get("peak") is not None:
             return self.model_dump(mode="json", exclude_none=True, exclude={"scale", "peak"})
         try:
-            warmup = Duration.parse(str(given["warmup"]))
+            warmup = Duration.parse(str(fields["warmup"]))
         except (KeyError, ValueError):
-            return super().beside(given)
+            return super().beside(fields)
         return self._warmed_up_in(warmup).model_dump(mode="json", exclude_none=True)
 
     def _warmed_up_in(self, warmup: Duration) -> NoamSettings:
@@ -133,17 +133,21 @@ class NoamSettings(ScheduleKind):
             assert self.scale is not None
             factor = self.scale * width**-0.5
 
-        def rate(now: Progress) -> float:
-            return float(factor * min((now.step + 1) * warmup**-1.5, (now.step + 1) ** -0.5))
+        def rate(progress: Progress) -> float:
+            return float(factor * min((progress.step + 1) * warmup**-1.5, (progress.step + 1) ** -0.5))
 
         if self.share is None:
             return rate
         share, peak = Duration(self.share * duration.value, duration.unit), float(factor * warmup**-0.5)
 
-        def rate_in_share(now: Progress) -> float:
+        def rate_in_share(progress: Progress) -> float:
             # The shorter of both warm-ups counts, so that a long run has exactly `rate`.
-            warmups = _warmup_progress(share, now)
-            return rate(now) if warmups <= (now.step + 1) / warmup else peak * min(warmups, 1 / math.sqrt(warmups))
+            warmups = _warmup_progress(share, progress)
+            return (
+                rate(progress)
+                if warmups <= (progress.step + 1) / warmup
+                else peak * min(warmups, 1 / math.sqrt(warmups))
+            )
 
         return rate_in_share
 
@@ -171,11 +175,11 @@ class _OverTheRun(ScheduleKind):
 
     peak: Positive
 
-    def default_for(self, written: Duration, now: Duration) -> ScheduleKind:
+    def default_for(self, written: Duration, duration: Duration) -> ScheduleKind:
         # Nobody knows the last step of a run that ends by the clock: a rate that falls all the time needs none.
-        if now.unit == "seconds":
-            return NoamSettings(warmup=_in_steps(None, now), peak=self.peak)
-        return self.fitted(written, now)
+        if duration.unit == "seconds":
+            return NoamSettings(warmup=_in_steps(None, duration), peak=self.peak)
+        return self.fitted(written, duration)
 
     def faults_in(self, train: TrainSettings) -> Iterator[tuple[Location, str]]:
         if train.duration.unit == "seconds":
@@ -199,11 +203,11 @@ class OneCycleSettings(_OverTheRun):
         )
 
     def build(self, width: int, duration: Duration) -> Rate:  # noqa: ARG002
-        def rate(now: Progress) -> float:
-            done = min(1.0, now.in_unit(duration.unit) / duration.value)
-            if done < self.warmup:
-                return self.peak * _cosine(self.start, 1.0, done / self.warmup)
-            return self.peak * _cosine(1.0, self.end, (done - self.warmup) / (1 - self.warmup))
+        def rate(progress: Progress) -> float:
+            share = min(1.0, progress.in_unit(duration.unit) / duration.value)
+            if share < self.warmup:
+                return self.peak * _cosine(self.start, 1.0, share / self.warmup)
+            return self.peak * _cosine(1.0, self.end, (share - self.warmup) / (1 - self.warmup))
 
         return rate
 
@@ -221,10 +225,10 @@ class CosineSettings(_OverTheRun):
         start = f"rises linearly to {self.peak:g} in {self.warmup}" if self.warmup else f"starts at {self.peak:g}"
         return f"It {start}, then falls along half a cosine to {self.floor:g} at the end of the run."
 
-    def fitted(self, written: Duration, now: Duration) -> CosineSettings:
-        if self.warmup is None or now.unit == "seconds":
+    def fitted(self, written: Duration, duration: Duration) -> CosineSettings:
+        if self.warmup is None or duration.unit == "seconds":
             return self
-        return self.model_copy(update={"warmup": cut_to(self.warmup, written, now)})
+        return self.model_copy(update={"warmup": cut_to(self.warmup, written, duration)})
 
     def faults_in(self, train: TrainSettings) -> Iterator[tuple[Location, str]]:
         yield from super().faults_in(train)
@@ -239,10 +243,10 @@ class CosineSettings(_OverTheRun):
     def build(self, width: int, duration: Duration) -> Rate:  # noqa: ARG002
         warmup = self.warmup.value if self.warmup else 0.0
 
-        def rate(now: Progress) -> float:
-            at = now.in_unit(duration.unit)
+        def rate(progress: Progress) -> float:
+            at = progress.in_unit(duration.unit)
             if at < warmup:
-                return self.peak * _warmup_share(self.warmup, now)
+                return self.peak * _warmup_share(self.warmup, progress)
             return _cosine(self.peak, self.floor, min(1.0, (at - warmup) / (duration.value - warmup)))
 
         return rate
@@ -271,27 +275,27 @@ class StepDownSettings(ScheduleKind):
     def doubts_in(self, train: TrainSettings) -> Iterator[str]:
         return _endless_warmup("step", self.warmup, train)
 
-    def fitted(self, written: Duration, now: Duration) -> StepDownSettings:
-        if self.warmup is None or self.warmup.unit != now.unit:
+    def fitted(self, written: Duration, duration: Duration) -> StepDownSettings:
+        if self.warmup is None or self.warmup.unit != duration.unit:
             return self
-        return self.model_copy(update={"warmup": cut_to(self.warmup, written, now)})
+        return self.model_copy(update={"warmup": cut_to(self.warmup, written, duration)})
 
     def build(self, width: int, duration: Duration) -> Rate:  # noqa: ARG002
         from packtrain.train.progress import multiples
 
-        def rate(now: Progress) -> float:
+        def rate(progress: Progress) -> float:
             # `multiples` makes up for rounding: 1 + 9/25 epochs count as 1.36.
-            downs = multiples(now.in_unit(self.every.unit), self.every.value)
-            return self.rate * _warmup_share(self.warmup, now) * float(self.factor**downs)
+            downs = multiples(progress.in_unit(self.every.unit), self.every.value)
+            return self.rate * _warmup_share(self.warmup, progress) * float(self.factor**downs)
 
         return rate
 
 
 def _rates(value: object) -> tuple[float, float]:
     pair = value if isinstance(value, (list, tuple)) else (value, value)
-    if len(pair) != 2 or not all(isinstance(one, (int, float)) and not isinstance(one, bool) for one in pair):
+    if len(pair) != 2 or not all(isinstance(rate, (int, float)) and not isinstance(rate, bool) for rate in pair):
         raise ValueError("must be a rate, or a pair of rates such as [0.5, 2.0]")
-    if not all(0 < one < math.inf for one in pair):
+    if not all(0 < rate < math.inf for rate in pair):
         raise ValueError("must be greater than 0")
     return float(pair[0]), float(pair[1])
 
@@ -319,7 +323,7 @@ class Phase(Part):
 
     @property
     def changes_data(self) -> bool:
-        return any(one is not None for one in (self.batch, self.size, self.min_scale, self.rectangular))
+        return any(setting is not None for setting in (self.batch, self.size, self.min_scale, self.rectangular))
 
     def applied(self, before: EpochSettings) -> EpochSettings:
         return EpochSettings(
@@ -379,8 +383,8 @@ class PhasesSettings(ScheduleKind):
         edges = [0.0, *(phase.until.value for phase in self.phases)]
         unit = self.phases[0].until.unit
 
-        def rate(now: Progress) -> float:
-            at = now.in_unit(unit)
+        def rate(progress: Progress) -> float:
+            at = progress.in_unit(unit)
             # At an edge the next phase applies; after the last edge the last phase does.
             number = min(len(self.phases), bisect_right(edges, up_to_rounding(at))) - 1
             start, end = list(pairwise(edges))[number]
@@ -390,19 +394,19 @@ class PhasesSettings(ScheduleKind):
         return rate
 
 
-def _cosine(start: float, end: float, done: float) -> float:
-    return end + (start - end) * (1 + math.cos(math.pi * done)) / 2
+def _cosine(start: float, end: float, share: float) -> float:
+    return end + (start - end) * (1 + math.cos(math.pi * share)) / 2
 
 
-def _warmup_share(warmup: Duration | None, now: Progress) -> float:
+def _warmup_share(warmup: Duration | None, progress: Progress) -> float:
     """Return the share of the full rate in a linear warm-up, which its last step reaches."""
-    return 1.0 if warmup is None else min(1.0, _warmup_progress(warmup, now))
+    return 1.0 if warmup is None else min(1.0, _warmup_progress(warmup, progress))
 
 
-def _warmup_progress(warmup: Duration, now: Progress) -> float:
+def _warmup_progress(warmup: Duration, progress: Progress) -> float:
     """Return how many times as long as a warm-up the run has trained."""
     ahead = 1.0 if warmup.unit == "steps" else 0.0  # the first step is not made at a rate of 0
-    return (now.in_unit(warmup.unit) + ahead) / warmup.value
+    return (progress.in_unit(warmup.unit) + ahead) / warmup.value
 
 
 def _endless_warmup(word: str, warmup: Duration | None, train: TrainSettings) -> Iterator[str]:
@@ -411,7 +415,7 @@ def _endless_warmup(word: str, warmup: Duration | None, train: TrainSettings) ->
         yield f"{field} do not end before the run, which has {train.duration}: the rate is still rising at its end"
 
 
-def _in_steps(warmup: Duration | None, now: Duration) -> Duration:
+def _in_steps(warmup: Duration | None, duration: Duration) -> Duration:
     """Return a warm-up in steps for a run of so many seconds, as if a step took one: most take less."""
-    steps = float(max(1, round(ENOUGH * now.value)))
+    steps = float(max(1, round(ENOUGH * duration.value)))
     return Duration(min(steps, warmup.value if warmup else _LONGEST_WARMUP), "steps")

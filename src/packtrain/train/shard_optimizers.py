@@ -38,22 +38,22 @@ class _ShardOptimizer(torch.optim.Optimizer, ABC):
 
     @torch.no_grad()
     def step(self, closure: Callable[[], float] | None = None) -> float | None:  # type: ignore[override]
-        found = None
+        loss = None
         if closure is not None:
             with torch.enable_grad():
-                found = closure()
+                loss = closure()
         for group in self.param_groups:
-            learning = [one for one in group["params"] if one.grad is not None]
+            learning = [parameter for parameter in group["params"] if parameter.grad is not None]
             if learning:
                 self._update(learning, group)
-        return found
+        return loss
 
     @abstractmethod
     def _update(self, parameters: list[Tensor], group: dict[str, Any]) -> None:
         """Update parameters of a group that have gradients."""
 
     def _gradients(self, parameters: list[Tensor]) -> list[Tensor]:
-        gradients = _shards([cast(Tensor, one.grad) for one in parameters])
+        gradients = _shards([cast(Tensor, parameter.grad) for parameter in parameters])
         if self.found_inf is None:
             return gradients
         # Zeros, so that the state stays finite as well.
@@ -168,7 +168,7 @@ def _norms(parameters: list[Tensor], *lists: list[Tensor]) -> list[Tensor]:
 
 def _shards(tensors: list[Tensor]) -> list[Tensor]:
     """Return this rank's part of each tensor, in the same memory."""
-    return [one.to_local() if isinstance(one, DTensor) else one for one in tensors]
+    return [tensor.to_local() if isinstance(tensor, DTensor) else tensor for tensor in tensors]
 
 
 def _scales(ratios: Tensor, *of: Tensor) -> list[Tensor]:

@@ -17,8 +17,8 @@ from packtrain.run.checkpoint import CorruptCheckpoint, part_name, whole_name
 from packtrain.store import RECORD_BYTES
 from packtrain.store.records import DamagedRecord, decode
 from packtrain.train.engine import Engine
+from packtrain.train.numerics import LossScaleState
 from packtrain.train.optimizer import load_optimizer, optimizer_tensors, refuse_unknown
-from packtrain.train.precision import LossScaleState
 from packtrain.train.progress import Progress
 from packtrain.train.tensors import RowsOf, Shapes, open_tensors, own_part, placed, save_tensors, shapes_of
 from packtrain.train.world import World
@@ -46,8 +46,8 @@ Files = dict[str, dict[str, Tensor]]
 class TensorCopies:
     """Tensors that are being copied, or have been."""
 
-    def __init__(self, tensors: Files, done: Future[None]) -> None:
-        self._tensors, self._done = tensors, done
+    def __init__(self, tensors: Files, finished: Future[None]) -> None:
+        self._tensors, self._done = tensors, finished
 
     def wait(self) -> Files:
         self._done.result()
@@ -80,8 +80,8 @@ class SnapshotCopier:
             for name, tensor in tensors.items()
         }
         _copy([pairs.pop(key) for key in at_once])
-        rest = list(pairs.values())
-        return TensorCopies(copies, self._thread.submit(self._copy_after, rest, _queue_position(rest)))
+        later_pairs = list(pairs.values())
+        return TensorCopies(copies, self._thread.submit(self._copy_after, later_pairs, _queue_position(later_pairs)))
 
     def _copy_after(self, pairs: list[tuple[Tensor, Tensor]], after: torch.cuda.Event | None) -> None:
         if after is None:
@@ -137,7 +137,7 @@ class Snapshot:
 
     description: Description
     copies: TensorCopies
-    part: SnapshotPart | None = None
+    rank_part: SnapshotPart | None = None
 
     @property
     def step(self) -> int:
@@ -145,13 +145,13 @@ class Snapshot:
 
     def write(self, directory: Path) -> dict[str, Path]:
         files: dict[str, Path] = {}
-        if self.part is None or self.part.rank == 0:
+        if self.rank_part is None or self.rank_part.rank == 0:
             files[STATE_FILE] = directory / STATE_FILE
             files[STATE_FILE].write_text(json.dumps(asdict(self.description), indent=1), "utf-8")
         # Waits for the copy, in the committer's thread: the training loop does not.
         for name, tensors in self.copies.wait().items():
             files[name] = directory / name
-            save_tensors(files[name], tensors, {} if self.part is None else self.part.rows[name])
+            save_tensors(files[name], tensors, {} if self.rank_part is None else self.rank_part.rows[name])
         return files
 
 
@@ -191,11 +191,11 @@ def take(
     if not sync.saves_parts:
         return Snapshot(description, copier.begin(files, statistics)) if world.is_first else None
     names = {file: part_name(file, world.rank, world.num_ranks) for file in files}
-    parts = {names[file]: own_part(tensors, world.is_first) for file, tensors in files.items()}
+    own_parts = {names[file]: own_part(tensors, world.is_first) for file, tensors in files.items()}
     at_once = {(names[file], name) for file, name in statistics if world.is_first}
-    copies = copier.begin({name: tensors for name, (tensors, _) in parts.items()}, at_once)
+    copies = copier.begin({name: tensors for name, (tensors, _) in own_parts.items()}, at_once)
     return Snapshot(
-        description, copies, SnapshotPart(checkpoint, world.rank, {name: rows for name, (_, rows) in parts.items()})
+        description, copies, SnapshotPart(checkpoint, world.rank, {name: rows for name, (_, rows) in own_parts.items()})
     )
 
 
@@ -206,16 +206,16 @@ def restore(engine: Engine, directory: Path, expected: Description, rank: int) -
     if engine.ema is not None:
         load_weights(engine.ema.model, directory, EMA_FILE)
     # Ranks that update locally each saved a state. If there are now more ranks, some of them share one.
-    there = {whole_name(path.name) for path in directory.glob("*.safetensors")}
-    states = sum(name.startswith("optimizer") for name in there)
+    names = {whole_name(path.name) for path in directory.glob("*.safetensors")}
+    states = sum(name.startswith("optimizer") for name in names)
     saved = rank % max(1, states)
     load_optimizer(engine.optimizer, engine.model, open_tensors(directory, _file_of(saved, OPTIMIZER_FILE)))
-    exchanged, own = (
-        {name: tensor.whole() for name, tensor in open_tensors(directory, file).items()} if file in there else {}
+    exchanged, rank_state = (
+        {name: tensor.read() for name, tensor in open_tensors(directory, file).items()} if file in names else {}
         for file in (GRADIENT_SYNC_FILE, _file_of(saved, WORKER_FILE))
     )
     engine.gradient_sync.restore(exchanged)
-    engine.gradient_sync.restore_rank_state(own)
+    engine.gradient_sync.restore_rank_state(rank_state)
     engine.precision.scale.restore(description.loss_scale)
     return description.progress
 
@@ -224,11 +224,11 @@ def check(engine: Engine, directory: Path, expected: Description) -> None:
     """Raise if a fetched checkpoint does not fit the engine; of the tensors only names and shapes are read."""
     _expected_description(directory, expected)
     weights = [MODEL_FILE] if engine.ema is None else [MODEL_FILE, EMA_FILE]
-    there = {whole_name(path.name) for path in directory.glob("*.safetensors")}
-    shapes = {name: shapes_of(open_tensors(directory, name)) for name in sorted({OPTIMIZER_FILE, *weights} | there)}
-    own = shapes_of(engine.model.state_dict())
+    names = {whole_name(path.name) for path in directory.glob("*.safetensors")}
+    shapes = {name: shapes_of(open_tensors(directory, name)) for name in sorted({OPTIMIZER_FILE, *weights} | names)}
+    expected_shapes = shapes_of(engine.model.state_dict())
     for name in weights:
-        _require_fit(name, own, shapes[name])
+        _require_fit(name, expected_shapes, shapes[name])
     refuse_unknown(engine.model, shapes[OPTIMIZER_FILE])
 
 
@@ -236,9 +236,9 @@ def _expected_description(directory: Path, expected: Description) -> Description
     description = read_description(directory)
     # Versions are recorded for people, and not compared.
     for trait in ("recipe", "pack", "model"):
-        found, wanted = getattr(description, trait), getattr(expected, trait)
-        if found != wanted:
-            raise Mistake(f"the checkpoint's {trait} is {found!r}, but the run's is {wanted!r}")
+        saved, current = getattr(description, trait), getattr(expected, trait)
+        if saved != current:
+            raise Mistake(f"the checkpoint's {trait} is {saved!r}, but the run's is {current!r}")
     return description
 
 
@@ -258,18 +258,18 @@ def read_description(directory: Path) -> Description:
 
 def load_weights(model: nn.Module, directory: Path, name: str) -> None:
     """Load a file of a checkpoint, or the parts of it, into a model that may be sharded."""
-    own, found = model.state_dict(), open_tensors(directory, name)
-    _require_fit(name, shapes_of(own), shapes_of(found))
+    state, stored = model.state_dict(), open_tensors(directory, name)
+    _require_fit(name, shapes_of(state), shapes_of(stored))
     with torch.no_grad():
-        for key, tensor in own.items():
-            tensor.copy_(placed(found[key], tensor))
+        for key, tensor in state.items():
+            tensor.copy_(placed(stored[key], tensor))
 
 
-def _require_fit(file: str, own: Shapes, found: Shapes) -> None:
-    for name in sorted(own.keys() ^ found.keys()):
+def _require_fit(file: str, model: Shapes, stored: Shapes) -> None:
+    for name in sorted(model.keys() ^ stored.keys()):
         raise CorruptCheckpoint(
-            f"{file} does not fit the model: {name} is only in the {'model' if name in own else 'file'}"
+            f"{file} does not fit the model: {name} is only in the {'model' if name in model else 'file'}"
         )
-    for name in own:
-        if own[name] != found[name]:
-            raise CorruptCheckpoint(f"{file} does not fit the model: {name} is {found[name]}, expected {own[name]}")
+    for name in model:
+        if model[name] != stored[name]:
+            raise CorruptCheckpoint(f"{file} does not fit the model: {name} is {stored[name]}, expected {model[name]}")

@@ -49,22 +49,22 @@ class StoredTensor:
     shape: tuple[int, ...]
     pieces: tuple[_Piece, ...]
 
-    def whole(self) -> Tensor:
+    def read(self) -> Tensor:
         if len(self.pieces) == 1:
             tensor: Tensor = self.pieces[0].file.get_tensor(self.name)
             return tensor
-        return self.rows(0, self.shape[0])
+        return self.read_rows(0, self.shape[0])
 
-    def rows(self, first: int, after: int) -> Tensor:
+    def read_rows(self, first: int, after: int) -> Tensor:
         """Return the rows from `first` to before `after`; no others are read."""
-        found = [
+        slices = [
             piece.file.get_slice(self.name)[max(0, first - piece.first) : min(after, piece.after) - piece.first]
             for piece in self.pieces
             if piece.first < after and first < piece.after
         ]
-        if not found:
+        if not slices:
             return self.pieces[0].file.get_slice(self.name)[0:0]  # type: ignore[no-any-return]
-        return found[0] if len(found) == 1 else torch.cat(found)
+        return slices[0] if len(slices) == 1 else torch.cat(slices)
 
 
 def shard_rows(rows: int, num_ranks: int, rank: int) -> tuple[int, int]:
@@ -80,17 +80,17 @@ def own_rows(tensor: DTensor) -> tuple[int, int]:
 
 def own_part(tensors: Mapping[str, Tensor], is_first: bool) -> tuple[dict[str, Tensor], RowsOf]:
     """Return what a rank writes of tensors that may be sharded: its rows; the first rank also what is not sharded."""
-    own: dict[str, Tensor] = {}
+    own_tensors: dict[str, Tensor] = {}
     rows: dict[str, tuple[int, int]] = {}
     for name, tensor in tensors.items():
         if not isinstance(tensor, DTensor):
             if is_first:
-                own[name] = tensor
+                own_tensors[name] = tensor
             continue
         first, after = own_rows(tensor)
         if first < after:
-            own[name], rows[name] = tensor.to_local(), (first, tensor.shape[0])
-    return own, rows
+            own_tensors[name], rows[name] = tensor.to_local(), (first, tensor.shape[0])
+    return own_tensors, rows
 
 
 def save_tensors(path: Path, tensors: dict[str, Tensor], rows: RowsOf) -> None:
@@ -112,19 +112,20 @@ def open_tensors(directory: Path, name: str) -> dict[str, StoredTensor]:
             for key in opened.keys():  # noqa: SIM118 - no mapping
                 first, totals[key] = rows.get(key, (0, -1))
                 pieces.setdefault(key, []).append(_Piece(opened, first, tuple(opened.get_slice(key).get_shape())))
-        return {key: _assembled(key, found, totals[key]) for key, found in pieces.items()}
+        return {key: _assembled(key, pieces[key], totals[key]) for key in pieces}
     except (OSError, SafetensorError, ValueError) as error:
         raise CorruptCheckpoint(f"{name} cannot be read: {error}") from error
 
 
 def _rows_in(metadata: Mapping[str, str] | None) -> RowsOf:
     """Read the metadata of a part. Others may write to the store: nothing in it is taken on trust."""
-    found = json.loads((metadata or {}).get(_ROWS, "{}"))
-    if not isinstance(found, dict) or not all(
-        isinstance(one, list) and len(one) == 2 and all(type(number) is int for number in one) for one in found.values()
+    rows = json.loads((metadata or {}).get(_ROWS, "{}"))
+    if not isinstance(rows, dict) or not all(
+        isinstance(entry, list) and len(entry) == 2 and all(type(number) is int for number in entry)
+        for entry in rows.values()
     ):
         raise ValueError("its rows are not numbers")
-    return {key: (first, total) for key, (first, total) in found.items()}
+    return {key: (first, total) for key, (first, total) in rows.items()}
 
 
 def _assembled(name: str, pieces: list[_Piece], total: int) -> StoredTensor:
@@ -156,16 +157,16 @@ def placed(value: Tensor | StoredTensor, beside: Tensor) -> Tensor:
     """
     if isinstance(beside, DTensor):
         first, after = own_rows(beside)
-        own = value.rows(first, after) if isinstance(value, StoredTensor) else value[first:after]
+        rows = value.read_rows(first, after) if isinstance(value, StoredTensor) else value[first:after]
         return DTensor.from_local(
-            own.to(beside.device, copy=True),
+            rows.to(beside.device, copy=True),
             beside.device_mesh,
             beside.placements,
             run_check=False,
             shape=beside.shape,
             stride=beside.stride(),
         )
-    whole = value.whole() if isinstance(value, StoredTensor) else value
-    if whole.shape != beside.shape:
-        return whole.to(beside.device, copy=True)
-    return torch.empty_like(beside, dtype=whole.dtype, requires_grad=False).copy_(whole)
+    tensor = value.read() if isinstance(value, StoredTensor) else value
+    if tensor.shape != beside.shape:
+        return tensor.to(beside.device, copy=True)
+    return torch.empty_like(beside, dtype=tensor.dtype, requires_grad=False).copy_(tensor)

@@ -5,8 +5,10 @@
         next batch    if a rank may be short of data, all wait at the data barrier, or leave together for a stop
         step          forward, backward with gradient sync, update; start the step sync (loss, votes, clock)
         settle        read the sync of the step before, and record that step
-        evaluate      when due
-        save          when due, when an evaluation found a new best, before a stop and at the end
+        decide        what is due: an evaluation, a save, the end
+        evaluate      when due and all ranks have weights in common, after settling this step, too
+        save          likewise; also when an evaluation found a new best, before a stop and at the end
+    commit what was saved
     evaluate the full test split, or else the full validation split, and write the result
 
 Every decision depends on numbers that are equal on all ranks, so no rank ever waits for one that has left. The sync of
@@ -34,9 +36,8 @@ from packtrain.train.checkpointer import Checkpointer
 from packtrain.train.control import Control, StopSignal, WorkerError
 from packtrain.train.engine import Engine, NonFinite, StepResult, name_bad_samples
 from packtrain.train.evaluator import Evaluation, Evaluator
-from packtrain.train.profile import StepProfile
 from packtrain.train.progress import Progress, Recurring, reached
-from packtrain.train.recorder import SPANS, Clock, Recorder, clock_of
+from packtrain.train.recorder import SPANS, Clock, Recorder, StepProfile, clock_of
 from packtrain.train.transfer import Feed, SentBatch, pinned
 from packtrain.train.watchdog import DATA, Watchdog
 from packtrain.train.world import ENOUGH_BATCHES, DataBarrier, StepSync, StepTotals, StopRequested, World
@@ -59,6 +60,16 @@ class PendingStep:
     seconds: dict[str, float]
     sync: StepSync
     last: bool
+
+
+@dataclass(frozen=True)
+class Due:
+    """What comes after a step, equal on all ranks. It stays due until the ranks have weights in common."""
+
+    evaluate: bool = False
+    save: bool = False
+    stop: bool = False
+    end: bool = False
 
 
 class Trainer:
@@ -131,7 +142,7 @@ class Trainer:
             self._checkpointer.abandon()
             self._watchdog.close()
             self._clock.mark("other")
-            self._recorder.time_spent(self._progress.step, self._clock.take(), now=True)
+            self._recorder.time_spent(self._progress.step, self._clock.take(), at_once=True)
             self._recorder.close()
         # Last of all: a node that sees the result ends whatever is still running.
         if result is not None:
@@ -156,7 +167,7 @@ class Trainer:
 
     def _is_new_size(self) -> bool:
         """True at the start of a run, and if the generation before had another number of workers."""
-        before = [sum(member.workers for member in one.members) for one in self._run.generations()[:-1]]
+        before = [sum(member.workers for member in generation.members) for generation in self._run.generations()[:-1]]
         return before[-1] != self._world.num_ranks if before else self._progress.step == 0
 
     def _begin_profile(self, steps: int) -> None:
@@ -164,11 +175,11 @@ class Trainer:
         name = f"generation-{self._generation}-rank-{self._world.rank}.{int(time.time() * 1000)}.pt.trace.json"
         path = self._control.directory / name
 
-        def done() -> None:
+        def record() -> None:
             self._recorder.output(f"profile/{name}.gz", path)
             self._recorder.event("data", f"recorded a trace of steps: packtrain get {self._run.name} profile")
 
-        self._profile = StepProfile(steps, self._world.device, path, done)
+        self._profile = StepProfile(steps, self._world.device, path, record)
 
     def _conditions(self) -> dict[str, float]:
         """Return what this generation trains with: numbers that explain the time of its steps. Collective."""
@@ -182,50 +193,36 @@ class Trainer:
 
     def _loop(self) -> bool:
         """Train until the goal is reached (True) or a stop is requested (False)."""
-        goal = self._job.train.duration
         if self._progress.owes_evaluation:  # a stop interrupted it, or came first
             if not self._evaluate():
                 return False
             self._save()
-        if reached(goal, self._progress):
+        if reached(self._job.train.duration, self._progress):
             return True
         feed = Feed(self._open_loader(), self._world.device, self._recipe.on_host)
         pending: PendingStep | None = None
-        agreed = self._progress  # but with the first rank's clock, so that all ranks make the same decisions
-        evaluate = save = stop = end = False
+        self._agreed, due = self._progress, Due()
         try:
             while True:
                 batch = self._next_batch(feed)
                 # The sync of the previous step has had the time of this step to complete: reading it does not wait.
                 previous, pending = pending, self._step(batch, feed)
-                totals = self._settle(previous) if previous is not None else None
-
-                before, seconds = agreed, totals.seconds if totals is not None else agreed.seconds
-                agreed = replace(self._progress, seconds=seconds)
-                stop = stop or (totals is not None and totals.stop)
-                end = end or reached(goal, agreed)
-                evaluate = evaluate or end or self._evaluations.due(before, agreed)
-                voted = totals is not None and totals.save
-                save = voted or self._saves.due(before, agreed) or save or stop or end
+                totals = None if previous is None else self._settle(previous)
+                due = self._decide(due, totals)
                 # With local steps the weights differ between syncs: what is due waits for the next one.
-                if not (evaluate or save) or not (pending.last or self._engine.gradient_sync.is_common(agreed.step)):
+                has_common_weights = pending.last or self._engine.gradient_sync.is_common(self._progress.step)
+                if due == Due() or not has_common_weights:
                     continue
-
                 # Metrics up to this step must be recorded before it is evaluated or saved.
                 self._settle(pending)
                 pending = None
-                if evaluate:
-                    best = self._progress.best_score
-                    self._progress = replace(self._progress, owes_evaluation=True)
-                    # A stop takes precedence, and interrupts an evaluation in progress; the resumed run makes it.
-                    stop = stop or not self._evaluate()
-                    improved = self._progress.best_score != best
-                    save = save or stop or (improved and self._job.checkpoint.keep_best > 0)
-                if save:
+                if due.evaluate:
+                    due = self._evaluate_due(due)
+                if due.save:
                     self._save()
-                if stop or end:
-                    return not stop
-                evaluate = save = False
+                if due.stop or due.end:
+                    return not due.stop
+                due = Due()
         except StopRequested:  # at the data barrier
             if pending is not None:
                 self._settle(pending)
@@ -237,6 +234,27 @@ class Trainer:
             if self._profile is not None:
                 self._profile.close()
 
+    def _decide(self, due: Due, totals: StepTotals | None) -> Due:
+        """Add what the step just made, and the sync of the step before it, make due."""
+        before = self._agreed
+        # Of the clocks, the first rank's counts, so that all ranks make the same decisions.
+        agreed = self._agreed = replace(self._progress, seconds=before.seconds if totals is None else totals.seconds)
+        end = due.end or reached(self._job.train.duration, agreed)
+        stop = due.stop or (totals is not None and totals.stop)
+        evaluate = due.evaluate or end or self._evaluations.due(before, agreed)
+        is_voted = totals is not None and totals.save
+        save = is_voted or self._saves.due(before, agreed) or due.save or stop or end
+        return Due(evaluate, save, stop, end)
+
+    def _evaluate_due(self, due: Due) -> Due:
+        """Evaluate, and return what is due after that. After a stop the resumed run makes the evaluation."""
+        best = self._progress.best_score
+        self._progress = replace(self._progress, owes_evaluation=True)
+        stop = due.stop or not self._evaluate()
+        is_improved = self._progress.best_score != best
+        save = due.save or stop or (is_improved and self._job.checkpoint.keep_best > 0)
+        return replace(due, save=save, stop=stop)
+
     # The parts of a step.
 
     def _open_loader(self) -> Loader:
@@ -245,7 +263,7 @@ class Trainer:
         return Loader(
             RankBatches(
                 training_order(recipe),
-                lambda *which: pinned(recipe.batch(*which), self._world.device),
+                lambda *batch_arguments: pinned(recipe.batch(*batch_arguments), self._world.device),
                 self._progress.position,
                 self._world.rank,
                 self._world.num_ranks,
@@ -356,29 +374,29 @@ class Trainer:
     def _evaluate(self) -> bool:
         """Evaluate the validation split, if there is one; False if a stop came first."""
         if self._recipe.count("valid"):
-            found = self._measure("valid", self._job.evaluate.samples)
-            if found is None:
+            evaluation = self._measure("valid", self._job.evaluate.samples)
+            if evaluation is None:
                 return False
-            self._record("valid", self._progress.step, found.values, found.scores)
-            self._evaluated = (self._progress.step, found)
-        self._evaluations.done()
+            self._record("valid", self._progress.step, evaluation.values, evaluation.scores)
+            self._evaluated = (self._progress.step, evaluation)
+        self._evaluations.restart()
         score, best = self._score(), self._progress.best_score
         if score is not None and (best is None or score > best):
             best = score
         self._progress = replace(self._progress, owes_evaluation=False, best_score=best)
         return True
 
-    def _measure(self, split: str, decode: int | None, known: Evaluation | None = None) -> Evaluation | None:
+    def _measure(self, split: str, decode: int | None, earlier: Evaluation | None = None) -> Evaluation | None:
         """Evaluate a split; None if a stop came first. All samples are decoded if `decode` is None."""
         self._watchdog.pause()
         # At the end of an epoch the position is already in the next one.
         epoch = max(0, self._progress.position.epoch - (self._progress.position.batch == 0))
         with nullcontext() if self._profile is None else self._profile.paused():
-            found = self._evaluator.evaluate(split, decode, epoch, known)
+            evaluation = self._evaluator.evaluate(split, decode, epoch, earlier)
         self._clock.mark("evaluation")
-        if found is not None:
-            self._recorder.pictures(found.pictures)
-        return found
+        if evaluation is not None:
+            self._recorder.pictures(evaluation.pictures)
+        return evaluation
 
     def _score(self) -> float | None:
         """Return the score of the current weights if they were evaluated; higher is better."""
@@ -393,7 +411,7 @@ class Trainer:
     def _save(self) -> None:
         self._checkpointer.save(self._progress, self._score())
         self._saved = self._progress
-        self._saves.done()
+        self._saves.restart()
         self._clock.mark("save")
 
     def _final_result(self) -> Result | None:
@@ -404,12 +422,12 @@ class Trainer:
         split = "test" if self._recipe.count("test") else "valid"
         scores = Scores({})
         if self._recipe.count(split):
-            found = self._measure_all(split)
-            if found is None:
+            evaluation = self._measure_all(split)
+            if evaluation is None:
                 return None
-            scores = found.scores
+            scores = evaluation.scores
             if split == "test":  # of the validation split it would be a point of other samples than those before it
-                self._record(split, self._progress.step, found.values, scores)
+                self._record(split, self._progress.step, evaluation.values, scores)
         if not self._world.is_first:
             return None
         if not self._checkpointer.has_committed(self._progress.step):
@@ -428,19 +446,19 @@ class Trainer:
 
     def _measure_all(self, split: str) -> Evaluation | None:
         """Evaluate a full split; what the last evaluation measured of it is not measured again."""
-        known: Evaluation | None = None
+        earlier: Evaluation | None = None
         if split == "valid":
             # A resumed run does not have it. Evaluating in the same two parts gives the same scores, bit for bit.
             if (self._evaluated is None or self._evaluated[0] != self._progress.step) and not self._evaluate():
                 return None
             assert self._evaluated is not None
-            known = self._evaluated[1]
-            if len(known.decoded) == self._recipe.count(split):
-                return known
+            earlier = self._evaluated[1]
+            if len(earlier.decoded) == self._recipe.count(split):
+                return earlier
         if self._world.is_first:
             name = "validation" if split == "valid" else split
             self._recorder.event("evaluation", f"evaluating the full {name} split")
-        return self._measure(split, None, known)
+        return self._measure(split, None, earlier)
 
     # Helpers of the above.
 
@@ -464,7 +482,7 @@ class Trainer:
 
     def _pulse(self) -> None:
         """Called between two batches of an evaluation: report to the watchdog, and leave if a stop is requested."""
-        self._watchdog.begin("evaluation batch", least=STORE_SECONDS)
+        self._watchdog.begin("evaluation batch", least_seconds=STORE_SECONDS)
         if self._stop_requested():
             raise StopRequested
 

@@ -34,7 +34,8 @@ def pinned(arrays: Arrays, device: torch.device) -> Arrays:
 def on_device(arrays: Arrays, device: torch.device, on_host: Collection[str] = ()) -> Batch:
     """Return the arrays as tensors on the device; those that `on_host` names stay in main memory."""
     tensors = {name: torch.from_numpy(array) for name, array in arrays.items()}
-    return {name: one if name in on_host else one.to(device, non_blocking=True) for name, one in tensors.items()}
+    copies = {name: tensor.to(device, non_blocking=True) for name, tensor in tensors.items() if name not in on_host}
+    return tensors | copies
 
 
 class SideStream:
@@ -93,9 +94,9 @@ class SentBatch:
         if self._arrived is not None:
             computing = torch.cuda.current_stream(self._device)
             computing.wait_event(self._arrived)
-            for part in self._parts:
-                for name in part.keys() - self._on_host:
-                    part[name].record_stream(computing)  # else the next copy could get memory that is in use
+            for micro_batch in self._parts:
+                for name in micro_batch.keys() - self._on_host:
+                    micro_batch[name].record_stream(computing)  # else the next copy could get memory that is in use
         return self._parts
 
 

@@ -38,11 +38,11 @@ def limit(earlier: list[float], patience: float) -> float:
 
 
 @contextmanager
-def must_end_within(seconds: float, what: str, report: Callable[[str], None]) -> Iterator[None]:
+def must_end_within(seconds: float, phase: str, report: Callable[[str], None]) -> Iterator[None]:
     """End the process, with a report, if the block takes longer: it may be stuck in C, where no exception arrives."""
 
     def end() -> None:
-        report(f"{what} has taken {seconds:.0f} s; treating it as a hang")
+        report(f"{phase} has taken {seconds:.0f} s; treating it as a hang")
         end_process(EXIT_HANG, flush=False)
 
     timer = threading.Timer(seconds, end)
@@ -69,11 +69,12 @@ class Watchdog:
         self._thread = threading.Thread(target=self._watch, name="watchdog", daemon=True)
         self._thread.start()
 
-    def begin(self, kind: str, name: str = "", least: float = 0.0) -> None:
+    def begin(self, kind: str, name: str = "", least_seconds: float = 0.0) -> None:
         """Begin a phase, which may take `least` seconds in any case; the phase before it is over."""
-        now = time.monotonic()
-        self._finish(now)
-        self._phase = (kind, name or kind, now, now + max(least, limit(list(self._earlier[kind]), self._patience)))
+        since = time.monotonic()
+        self._finish(since)
+        seconds = max(least_seconds, limit(list(self._earlier[kind]), self._patience))
+        self._phase = (kind, name or kind, since, since + seconds)
 
     def pause(self) -> None:
         """Stop watching until the next phase: what comes now has its own limits, or nothing to compare with."""
@@ -123,10 +124,10 @@ class Watchdog:
         earlier = [] if phase is None else list(self._earlier[phase[0]])
         return statistics.median(earlier) if earlier else 0.0
 
-    def _finish(self, now: float) -> None:
+    def _finish(self, end: float) -> None:
         if self._phase is not None:
             kind, _, since, _ = self._phase
-            self._earlier[kind].append(now - since)
+            self._earlier[kind].append(end - since)
 
     def close(self) -> None:
         self._forget_compiler()
@@ -138,12 +139,12 @@ class Watchdog:
             try:
                 while True:
                     phase = self._phase
-                    left = FIRST_SECONDS if phase is None else self._seconds_left(phase)
-                    if phase is not None and left <= 0:
+                    seconds_left = FIRST_SECONDS if phase is None else self._seconds_left(phase)
+                    if phase is not None and seconds_left <= 0:
                         self._end(phase, file.fileno())
                     # C code that never releases the interpreter would also keep this thread from looking again:
                     # faulthandler's own thread needs no interpreter.
-                    faulthandler.dump_traceback_later(left + STUCK_SECONDS, exit=True, file=file)
+                    faulthandler.dump_traceback_later(seconds_left + STUCK_SECONDS, exit=True, file=file)
                     if self._closed.wait(LOOK_SECONDS):
                         break
             finally:
@@ -154,16 +155,16 @@ class Watchdog:
     def _seconds_left(self, phase: tuple[str, str, float, float]) -> float:
         """Return the seconds until this phase counts as a hang."""
         kind, _, since, deadline = phase
-        now, excused_since = time.monotonic(), self._excused_since
+        clock, excused_since = time.monotonic(), self._excused_since
         if excused_since is not None:
             self._world.announce_waiting()
-            return max(deadline - now, excused_since + FIRST_SECONDS - now)
+            return max(deadline, excused_since + FIRST_SECONDS) - clock
         # In time before the others, which wait for this rank, lose their patience.
-        if kind == DATA and now - since > self._patience / 2:
+        if kind == DATA and clock - since > self._patience / 2:
             self._world.announce_waiting()
-        if now > deadline and self._another_waits():
+        if clock > deadline and self._another_waits():
             return self._patience
-        return deadline - now
+        return deadline - clock
 
     def _another_waits(self) -> bool:
         # An announcement may be old: only a new one within a few seconds shows that a rank is waiting now.

@@ -28,24 +28,29 @@ _LISTED = 4  # tensors that are listed by name; of more, their modules are
 
 @dataclass(frozen=True)
 class Fit:
-    """The tensors to take as they are, and of others the rows to take: (own row, row in the file).
+    """The tensors to take as they are, and of others the rows to take: (row in the model, row in the file).
 
-    A tensor with an empty list of rows starts anew, as those in `new` do; those in `left` have no place in the model.
+    A tensor with an empty list of rows starts anew, as those in `anew` do. Those in `left_out` have no place in the
+    model.
     """
 
-    whole: tuple[str, ...]
+    as_they_are: tuple[str, ...]
     rows: Mapping[str, Sequence[tuple[int, int]]] = field(default_factory=dict)
     counts: Mapping[str, int] = field(default_factory=dict)
-    new: tuple[str, ...] = ()
-    left: tuple[str, ...] = ()
+    anew: tuple[str, ...] = ()
+    left_out: tuple[str, ...] = ()
 
     @property
     def in_words(self) -> str:
-        parts = [counted(len(self.whole), "tensor")]
-        parts += [f"{len(rows):,} of {self.counts[name]:,} rows of {name}" for name, rows in self.rows.items() if rows]
-        new = [*(name for name, rows in self.rows.items() if not rows), *self.new]
-        lists = [f"; {word}: {_listed(names)}" for word, names in (("new", new), ("left out", self.left)) if names]
-        return ", ".join(parts) + "".join(lists)
+        phrases, anew = [counted(len(self.as_they_are), "tensor")], list[str]()
+        for name, rows in self.rows.items():
+            if rows:
+                phrases.append(f"{len(rows):,} of {self.counts[name]:,} rows of {name}")
+            else:
+                anew.append(name)
+        anew += self.anew
+        lists = [f"; {word}: {_listed(names)}" for word, names in (("new", anew), ("left out", self.left_out)) if names]
+        return ", ".join(phrases) + "".join(lists)
 
 
 def _listed(names: Sequence[str]) -> str:
@@ -65,40 +70,40 @@ def _shared(names: Sequence[Sequence[str]]) -> str:
     return ".".join(column[0] for column in takewhile(lambda column: len(set(column)) == 1, columns))
 
 
-def fit(own: Shapes, found: Shapes, own_rows: RowNames, found_rows: RowNames) -> Fit:
-    """Return what of `found` a model with the shapes `own` can use; what is new or has another size starts anew.
+def fit(shapes: Shapes, stored: Shapes, row_names: RowNames, stored_row_names: RowNames) -> Fit:
+    """Return which `stored` tensors a model with these shapes can use; what is new or has another size starts anew.
 
     Rows are taken by their names, not by their numbers: row 300 of two vocabularies is not the same piece. Weights that
     give less than half of a model, without such rows, are those of another one, and refused.
     """
-    whole, rows, misfits = [], {}, {}
-    for name, shape in own.items():
-        names, theirs = own_rows.get(name), found_rows.get(name)
-        if name not in found:
+    as_they_are, rows, misfits = [], {}, {}
+    for name, shape in shapes.items():
+        names, stored_names = row_names.get(name), stored_row_names.get(name)
+        if name not in stored:
             misfits[name] = "is not there"
-        elif names is None or theirs is None or tuple(names) == tuple(theirs):
-            if found[name] == shape:
-                whole.append(name)
+        elif names is None or stored_names is None or tuple(names) == tuple(stored_names):
+            if stored[name] == shape:
+                as_they_are.append(name)
             else:
-                misfits[name] = f"is {_size(found[name])}, not {_size(shape)}"
-        elif found[name][1:] != shape[1:] or len(theirs) > found[name][0]:
-            misfits[name] = f"is {_size(found[name])}, not {_size(shape)}"
+                misfits[name] = f"is {_size(stored[name])}, not {_size(shape)}"
+        elif stored[name][1:] != shape[1:] or len(stored_names) > stored[name][0]:
+            misfits[name] = f"is {_size(stored[name])}, not {_size(shape)}"
         else:
-            places = {row: number for number, row in enumerate(theirs)}
+            places = {row: number for number, row in enumerate(stored_names)}
             rows[name] = [(number, places[row]) for number, row in enumerate(names) if row in places]
-    sizes = {name: prod(shape) for name, shape in own.items() if name not in own_rows}
-    if 2 * sum(sizes.get(name, 0) for name in whole) < sum(sizes.values()):
-        more = f" and {len(misfits) - _NAMED} more" if len(misfits) > _NAMED else ""
-        fault = f"{'; '.join(f'{name} {why}' for name, why in list(misfits.items())[:_NAMED])}{more}"
+    sizes = {name: prod(shape) for name, shape in shapes.items() if name not in row_names}
+    if 2 * sum(sizes.get(name, 0) for name in as_they_are) < sum(sizes.values()):
+        ending = f" and {len(misfits) - _NAMED} more" if len(misfits) > _NAMED else ""
+        fault = f"{'; '.join(f'{name} {why}' for name, why in list(misfits.items())[:_NAMED])}{ending}"
         raise Mistake(f"the weights are those of another model: {fault}; use the same model settings as that run")
-    counts = {name: len(own_rows[name]) for name in rows}
-    return Fit(tuple(whole), rows, counts, tuple(misfits), tuple(sorted(found.keys() - own.keys())))
+    counts = {name: len(row_names[name]) for name in rows}
+    return Fit(tuple(as_they_are), rows, counts, tuple(misfits), tuple(sorted(stored.keys() - shapes.keys())))
 
 
-def fit_of(own: Collection[str], taken: Collection[str]) -> Fit:
+def fit_of(names: Collection[str], chosen: Collection[str]) -> Fit:
     """Return the fit of tensors that were chosen by name; counters of norms, which nothing depends on, are not new."""
-    new = [name for name in own if name not in taken and not name.endswith("num_batches_tracked")]
-    return Fit(tuple(taken), new=tuple(new))
+    anew = [name for name in names if name not in chosen and not name.endswith("num_batches_tracked")]
+    return Fit(tuple(chosen), anew=tuple(anew))
 
 
 def _size(shape: tuple[int, ...]) -> str:
@@ -113,13 +118,13 @@ class TakenWeights:
     fit: Fit
 
 
-def parent_fit(recipe: Recipe, own: Shapes, directory: Path, record: ParentRecord) -> Fit:
+def parent_fit(recipe: Recipe, shapes: Shapes, directory: Path, record: ParentRecord) -> Fit:
     """Return what of a run's files fits a model with these shapes; of the weights only the header is read."""
     has_vocabulary = VOCABULARY_FILE in {file.name for file in record.files}
-    theirs = Vocabulary.from_file(directory / VOCABULARY_FILE) if has_vocabulary else None
-    found = shapes_of(open_tensors(directory, WEIGHTS_FILE))
-    own_rows = _row_names(recipe, recipe.pack.vocabulary if has_vocabulary else None, recipe.pack.manifest.classes)
-    return fit(own, found, own_rows, _row_names(recipe, theirs, record.classes))
+    stored_vocabulary = Vocabulary.from_file(directory / VOCABULARY_FILE) if has_vocabulary else None
+    stored = shapes_of(open_tensors(directory, WEIGHTS_FILE))
+    row_names = _row_names(recipe, recipe.pack.vocabulary if has_vocabulary else None, recipe.pack.manifest.classes)
+    return fit(shapes, stored, row_names, _row_names(recipe, stored_vocabulary, record.classes))
 
 
 def _row_names(recipe: Recipe, vocabulary: Vocabulary | None, classes: Sequence[str]) -> RowNames:
@@ -135,20 +140,20 @@ def check_parent_fit(recipe: Recipe, directory: Path, record: ParentRecord) -> F
 def parent_weights(recipe: Recipe, engine: Engine, directory: Path) -> TakenWeights:
     """Read what `run.parent.fetch_weights` fetched, as it fits the model of the engine."""
     fitting = parent_fit(recipe, shapes_of(engine.model.state_dict()), directory, read_record(directory))
-    found = open_tensors(directory, WEIGHTS_FILE)
-    taken: dict[str, Tensor | StoredTensor] = {name: found[name] for name in fitting.whole}
-    if fitting.new:  # a file may have what the run does not, such as a pretrained encoder
-        given = recipe.initial_weights(engine.model)
-        taken |= {name: given[name] for name in fitting.new if name in given}
-        new = tuple(name for name in fitting.new if name not in given)
-        fitting = replace(fitting, whole=tuple(taken), new=new)
+    stored = open_tensors(directory, WEIGHTS_FILE)
+    tensors: dict[str, Tensor | StoredTensor] = {name: stored[name] for name in fitting.as_they_are}
+    if fitting.anew:  # a file may have what the run does not, such as a pretrained encoder
+        initial = recipe.initial_weights(engine.model)
+        tensors |= {name: initial[name] for name in fitting.anew if name in initial}
+        still_anew = tuple(name for name in fitting.anew if name not in initial)
+        fitting = replace(fitting, as_they_are=tuple(tensors), anew=still_anew)
     if fitting.rows:
         # Not the engine's model, whose weights may be divided among the ranks: the seed makes the same ones.
         torch.manual_seed(recipe.job.train.seed)
         fresh = recipe.build_model().state_dict()
         for name, rows in fitting.rows.items():
-            taken[name] = mixed = fresh[name].clone()
+            tensors[name] = mixed = fresh[name].clone()
             if rows:
                 to, at = zip(*rows, strict=True)
-                mixed[list(to)] = found[name].whole()[list(at)].to(mixed.dtype)
-    return TakenWeights(taken, fitting)
+                mixed[list(to)] = stored[name].read()[list(at)].to(mixed.dtype)
+    return TakenWeights(tensors, fitting)

@@ -24,7 +24,6 @@ from packtrain.run.records import Event
 from packtrain.run.run import Run, worker_writer
 from packtrain.store import StoreError, open_store
 from packtrain.system import cache_directory, private_directory
-from packtrain.train import exact
 from packtrain.train.control import (
     CONTROL_VARIABLE,
     GENERATION_VARIABLE,
@@ -38,6 +37,7 @@ from packtrain.train.control import (
     WorkerError,
 )
 from packtrain.train.engine import NonFinite
+from packtrain.train.numerics import choose_kernels, exactness_mistake_of, set_exact_variables
 from packtrain.train.recorder import clock_of
 from packtrain.train.trainer import Trainer
 from packtrain.train.watchdog import must_end_within
@@ -88,7 +88,7 @@ def build_trainer(control: Control, stop_signal: StopSignal, started: float) -> 
         raise Mistake(f"job.json of {run.name} has changed since its node started; its recipe may be another one")
     job = run.job
     assert job.recipe is not None
-    exact.set_variables(job.train.exact)  # before CUDA starts
+    set_exact_variables(job.train.exact)  # before CUDA starts
     torch.set_num_threads(int(os.environ.get("OMP_NUM_THREADS") or "1"))
     pack = _pack_of(run)
     if job.data.stage:
@@ -103,7 +103,7 @@ def build_trainer(control: Control, stop_signal: StopSignal, started: float) -> 
     # Until all ranks are there and have equal weights, they wait for each other in C, where no Python handler runs.
     with stop_signal.fatal():
         world = World.join(must_end_within(_CONNECT_SECONDS, "connecting the workers", report_hang))
-        exact.choose_kernels(world.device, job.train.exact)
+        choose_kernels(world.device, job.train.exact)
         workers = int(os.environ["LOCAL_WORLD_SIZE"])
         stay_nearby(gpu_addresses(world.device, workers), world.rank_of_node, workers)
         clock = clock_of(world.device)
@@ -128,7 +128,7 @@ def _stage(run: Run, pack: Pack, control: Control, stop_signal: StopSignal) -> N
     local_rank, generation = int(os.environ["LOCAL_RANK"]), int(os.environ[GENERATION_VARIABLE])
     total = sum(file.bytes for file in pack.manifest.files())
     events = run.event_writer(f"{worker_writer(generation, int(os.environ['RANK']))}-stage")
-    done, told, began = 0, 0.0, time.monotonic()
+    staged_bytes, told_at, began = 0, 0.0, time.monotonic()
 
     def tell(text: str) -> None:
         if local_rank == 0:
@@ -136,13 +136,13 @@ def _stage(run: Run, pack: Pack, control: Control, stop_signal: StopSignal) -> N
             events.flush()
 
     def advance(count: int) -> None:
-        nonlocal done, told
+        nonlocal staged_bytes, told_at
         if stop_signal.received or control.stop_requested():
             raise PacktrainError("stopped while the pack was being staged")
-        done += count
-        if time.monotonic() - told >= _STAGE_SECONDS and done < total:
-            told = time.monotonic()
-            tell(f"staged {show_bytes(done)} of {show_bytes(total)}")
+        staged_bytes += count
+        if time.monotonic() - told_at >= _STAGE_SECONDS and staged_bytes < total:
+            told_at = time.monotonic()
+            tell(f"staged {show_bytes(staged_bytes)} of {show_bytes(total)}")
 
     pack.stage(advance, local_rank)
     tell(f"staged {show_bytes(total)} in {show_seconds(time.monotonic() - began)}")
@@ -160,7 +160,7 @@ def cause_of(error: BaseException) -> WorkerCause:
         return "store"
     if isinstance(error, NonFinite):
         return "number"
-    return "mistake" if isinstance(error, Mistake) or exact.mistake_of(error) else "program"
+    return "mistake" if isinstance(error, Mistake) or exactness_mistake_of(error) else "program"
 
 
 def _is_disk_full(error: BaseException | None) -> bool:
@@ -180,7 +180,7 @@ def in_one_line(error: BaseException) -> str:
         return f"{where} is out of memory: {first_line}; {_MEMORY_ADVICE}"
     if cause == "disk" and not isinstance(error, PacktrainError):
         return f"the disk is full: {first_line}"
-    if (mistake := exact.mistake_of(error)) or isinstance(error, PacktrainError):
+    if (mistake := exactness_mistake_of(error)) or isinstance(error, PacktrainError):
         return str(mistake or error)
     frames = traceback.extract_tb(error.__traceback__)
     where = f" ({Path(frames[-1].filename).name}:{frames[-1].lineno})" if frames else ""

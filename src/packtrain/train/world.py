@@ -53,32 +53,32 @@ class WorkerFacts:
     gpu: str  # its address; parts of one GPU have the same
 
     @classmethod
-    def here(cls, device: torch.device) -> WorkerFacts:
+    def of_this_worker(cls, device: torch.device) -> WorkerFacts:
         on_gpu = device.type == "cuda"
         has_bf16 = not on_gpu or torch.cuda.is_bf16_supported(including_emulation=False)
-        nccl = ".".join(map(str, torch.cuda.nccl.version()[:2])) if on_gpu else ""
+        nccl_version = ".".join(map(str, torch.cuda.nccl.version()[:2])) if on_gpu else ""
         gpu = _address(device.index) if on_gpu else ""
-        return cls(socket.gethostname(), device.type, has_bf16, torch.__version__, nccl, gpu)
+        return cls(socket.gethostname(), device.type, has_bf16, torch.__version__, nccl_version, gpu)
 
 
 def misfits(everyone: Sequence[WorkerFacts]) -> dict[int, str]:
     """Return the ranks that cannot train with the others, and why: those without a GPU, and those of a minority."""
-    found: dict[int, str] = {}
+    faults: dict[int, str] = {}
     if any(facts.device == "cuda" for facts in everyone):
         why = "has no usable GPU, and the other machines have; check its driver with nvidia-smi"
-        found.update({rank: why for rank, facts in enumerate(everyone) if facts.device != "cuda"})
+        faults.update({rank: why for rank, facts in enumerate(everyone) if facts.device != "cuda"})
     for name in ("torch", "nccl"):
-        fitting = [getattr(facts, f"{name}_version") for rank, facts in enumerate(everyone) if rank not in found]
+        fitting = [getattr(facts, f"{name}_version") for rank, facts in enumerate(everyone) if rank not in faults]
         usual = max(fitting, key=fitting.count)  # the first of several: that of the lowest rank
         for rank, facts in enumerate(everyone):
-            if rank not in found and (own := getattr(facts, f"{name}_version")) != usual:
-                found[rank] = f"has {name} {own}, and the other machines have {usual}; install the same"
-    return found
+            if rank not in faults and (version := getattr(facts, f"{name}_version")) != usual:
+                faults[rank] = f"has {name} {version}, and the other machines have {usual}; install the same"
+    return faults
 
 
-def agree(store: Store, rank: int, num_ranks: int, here: WorkerFacts) -> list[WorkerFacts]:
+def agree(store: Store, rank: int, num_ranks: int, facts: WorkerFacts) -> list[WorkerFacts]:
     """Return the facts of all ranks. Raises PacktrainError on all of them if one does not fit."""
-    store.set(_FACTS.format(rank), json.dumps(asdict(here)))
+    store.set(_FACTS.format(rank), json.dumps(asdict(facts)))
     if rank == 0:  # reads those of all, so that not everyone has to
         keys = [_FACTS.format(number) for number in range(num_ranks)]
         store.wait(keys, _TIMEOUT)  # one may still be fetching its data
@@ -87,7 +87,7 @@ def agree(store: Store, rank: int, num_ranks: int, here: WorkerFacts) -> list[Wo
     everyone = [WorkerFacts(**facts) for facts in json.loads(store.get(_FACTS_OF_ALL))]
     wrong = misfits(everyone)
     if rank in wrong:
-        raise PacktrainError(f"{here.host} {wrong[rank]}")
+        raise PacktrainError(f"{facts.host} {wrong[rank]}")
     for number, why in wrong.items():
         raise PacktrainError(f"another worker is gone: {everyone[number].host} {why}")
     return everyone
@@ -106,7 +106,7 @@ def _meeting_place(num_ranks: int) -> Store:
 
 def _own_device(local_rank: int) -> torch.device:
     visible = os.environ.get(VISIBLE_GPUS_VARIABLE, "").split(",")
-    if any(one.startswith("MIG-") for one in visible):  # of the parts of GPUs, a process sees only the first
+    if any(gpu.startswith("MIG-") for gpu in visible):  # of the parts of GPUs, a process sees only the first
         os.environ[VISIBLE_GPUS_VARIABLE] = visible[local_rank]
         local_rank = 0
     if not torch.cuda.is_available():
@@ -131,9 +131,9 @@ def gpu_addresses(device: torch.device, workers: int) -> list[str]:
 
 
 def _address(number: int) -> str:
-    found = torch.cuda.get_device_properties(number)
-    parts = [getattr(found, f"pci_{name}_id", -1) for name in ("domain", "bus", "device")]
-    return "" if min(parts) < 0 else "{:04x}:{:02x}:{:02x}.0".format(*parts)
+    properties = torch.cuda.get_device_properties(number)
+    ids = [getattr(properties, f"pci_{name}_id", -1) for name in ("domain", "bus", "device")]
+    return "" if min(ids) < 0 else "{:04x}:{:02x}:{:02x}.0".format(*ids)
 
 
 def backend_of(everyone: Sequence[WorkerFacts]) -> str:
@@ -181,7 +181,7 @@ class World:
         """Join the process group that the launcher's environment variables name; `watched` while it connects."""
         rank, num_ranks, local_rank = (int(os.environ[name]) for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK"))
         device = _own_device(local_rank)
-        everyone = [WorkerFacts.here(device)]
+        everyone = [WorkerFacts.of_this_worker(device)]
         if num_ranks > 1:
             store = _meeting_place(num_ranks)
             everyone = agree(store, rank, num_ranks, everyone[0])
@@ -212,12 +212,12 @@ class World:
         """Average over all ranks, in place, with one message per dtype."""
         if self.num_ranks == 1:
             return
-        for dtype in sorted({one.dtype for one in values}, key=str):
-            alike = [one for one in values if one.dtype == dtype]
-            message = torch.cat([one.flatten() for one in alike])
+        for dtype in sorted({tensor.dtype for tensor in values}, key=str):
+            alike = [tensor for tensor in values if tensor.dtype == dtype]
+            message = torch.cat([tensor.flatten() for tensor in alike])
             dist.all_reduce(message)
-            means = torch.split(message.div_(self.num_ranks), [one.numel() for one in alike])
-            torch._foreach_copy_(alike, [mean.view_as(one) for mean, one in zip(means, alike, strict=True)])
+            means = torch.split(message.div_(self.num_ranks), [tensor.numel() for tensor in alike])
+            torch._foreach_copy_(alike, [mean.view_as(tensor) for mean, tensor in zip(means, alike, strict=True)])
 
     def broadcast_all(self, values: list[Tensor]) -> None:
         """Copy the first rank's values to all ranks, in place, with as few messages as there are dtypes."""
@@ -230,20 +230,20 @@ class World:
         """Return every rank's tensor on the first rank, and nothing on the others."""
         if self.num_ranks == 1:
             return [values]
-        here = values.to(self.device)
-        rows = [torch.empty_like(here) for _ in range(self.num_ranks)] if self.is_first else None
-        dist.gather(here, rows)
+        tensor = values.to(self.device)
+        rows = [torch.empty_like(tensor) for _ in range(self.num_ranks)] if self.is_first else None
+        dist.gather(tensor, rows)
         return rows or []
 
-    def any(self, here: bool) -> bool:
+    def any(self, flag: bool) -> bool:
         """True if `here` is true on any rank. Collective."""
-        return self.count(here)[0] > 0
+        return self.count(flag)[0] > 0
 
-    def count(self, *here: bool) -> list[int]:
+    def count(self, *flags: bool) -> list[int]:
         """Count, for each of these flags, the ranks on which it is true. Collective."""
         if self.num_ranks == 1:
-            return [int(one) for one in here]
-        votes = torch.tensor(here, dtype=torch.int64, device=self.device)
+            return [int(flag) for flag in flags]
+        votes = torch.tensor(flags, dtype=torch.int64, device=self.device)
         dist.all_reduce(votes)
         counted: list[int] = votes.tolist()
         return counted
@@ -296,7 +296,7 @@ class World:
         """Tell the other ranks something. May be called from any thread."""
         dist.distributed_c10d._get_default_store().set(subject, text)
 
-    def told(self, subject: str) -> bytes | None:
+    def heard(self, subject: str) -> bytes | None:
         """Return what a rank has told about something. May be called from any thread."""
         store = dist.distributed_c10d._get_default_store()
         return store.get(subject) if store.check([subject]) else None

@@ -7,8 +7,8 @@ import torch
 from torch import Tensor, nn
 
 from packtrain.job.job import TrainSettings
-from packtrain.train import blocks
-from packtrain.train.blocks import CompileError, replace_forwards
+from packtrain.train import model_blocks
+from packtrain.train.model_blocks import CompileError, replace_forwards
 
 pytestmark = pytest.mark.usefixtures("compiler")
 
@@ -61,7 +61,7 @@ def test_too_many_sizes_are_an_error_and_not_a_block_that_is_silently_slow(monke
         def forward(self, numbers: Tensor) -> Tensor:
             return numbers.cos().sum(1)
 
-    monkeypatch.setattr(blocks, "_MOST_GRAPHS", 3)
+    monkeypatch.setattr(model_blocks, "_MOST_GRAPHS", 3)
     model = compiled(Sized(), "eager")
     for rows in range(4, 7):
         model(torch.ones(rows, 3))
@@ -70,5 +70,5 @@ def test_too_many_sizes_are_an_error_and_not_a_block_that_is_silently_slow(monke
 
 
 def test_a_block_without_samples_is_not_compiled(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(blocks, "_MOST_GRAPHS", 0)
+    monkeypatch.setattr(model_blocks, "_MOST_GRAPHS", 0)
     assert compiled(Block(), "eager")(torch.ones(0, 3)).shape == (0,)

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from packtrain.job.job import TrainSettings
-from packtrain.train.precision import (
+from packtrain.train.numerics import (
     CLEAN_STEPS_TO_DOUBLE,
     FIRST_LOSS_SCALE,
     MIN_LOSS_SCALE,

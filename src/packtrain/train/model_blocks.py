@@ -64,8 +64,8 @@ def has_varying_sizes(block: nn.Module) -> bool:
 
 def _varying_sizes(block: nn.Module) -> tuple[tuple[int, ...], ...] | None:
     """Return the dimensions of each input that vary; None if nothing is known of them."""
-    found: tuple[tuple[int, ...], ...] | None = getattr(block, "varying_sizes", None)
-    return found
+    dimensions: tuple[tuple[int, ...], ...] | None = getattr(block, "varying_sizes", None)
+    return dimensions
 
 
 def _forward_in_training(model: nn.Module, block: nn.Module, settings: TrainSettings) -> Forward:
@@ -98,14 +98,14 @@ def _recomputed(block: nn.Module, spare_buffers: bool = True) -> Forward:
 @contextmanager
 def _spare_buffers(owners: Sequence[nn.Module]) -> Iterator[None]:
     """Let norms compute once more what they have computed, without counting the batch twice in their statistics."""
-    kept = [(module._buffers, dict(module._buffers)) for module in owners]
-    for buffers, own in kept:
-        buffers.update({name: None if buffer is None else buffer.clone() for name, buffer in own.items()})
+    originals = [(module._buffers, dict(module._buffers)) for module in owners]
+    for buffers, original in originals:
+        buffers.update({name: None if buffer is None else buffer.clone() for name, buffer in original.items()})
     try:
         yield
     finally:
-        for buffers, own in kept:
-            buffers.update(own)
+        for buffers, original in originals:
+            buffers.update(original)
 
 
 def _compiled(block: nn.Module, traced: Forward, eager: Forward, backend: str) -> Forward:
@@ -115,14 +115,14 @@ def _compiled(block: nn.Module, traced: Forward, eager: Forward, backend: str) -
     compiled = torch.compile(traced, backend=backend, dynamic=dynamic)
     # Sizes of 0 and 1 are constants to the compiler. A rank without samples is no reason to compile again, nor is a
     # single sample where others have different numbers of them.
-    least = 1 if varying == () else 2
+    least_samples = 1 if varying == () else 2
 
     def forward(*inputs: Any, **options: Any) -> Any:
-        if inputs and isinstance(inputs[0], Tensor) and len(inputs[0]) < least:
+        if inputs and isinstance(inputs[0], Tensor) and len(inputs[0]) < least_samples:
             return eager(*inputs, **options)
-        for one, dimensions in zip(inputs, varying or (), strict=False):
+        for tensor, dimensions in zip(inputs, varying or (), strict=False):
             for dimension in dimensions:
-                torch._dynamo.maybe_mark_dynamic(one, dimension)
+                torch._dynamo.maybe_mark_dynamic(tensor, dimension)
         try:
             return compiled(*inputs, **options)
         except (TorchDynamoException, FailOnRecompileLimitHit) as error:
@@ -135,14 +135,14 @@ def _raise_in_one_line(error: Exception, name: str) -> NoReturn:
     chain: list[BaseException] = [error]
     while (inner := getattr(chain[-1], "inner_exception", None) or chain[-1].__cause__) is not None:
         chain.append(inner)
-    for one in chain:
-        if isinstance(one, torch.OutOfMemoryError | MemoryError):
-            raise one from error
-        if isinstance(one, FailOnRecompileLimitHit):
+    for link in chain:
+        if isinstance(link, torch.OutOfMemoryError | MemoryError):
+            raise link from error
+        if isinstance(link, FailOnRecompileLimitHit):
             why = f"was compiled {_MOST_GRAPHS} times, for inputs of different sizes"
             raise CompileError(f"train.compile: {name} {why}; set train.compile to false") from error
         for kind, why in _MISSING.items():
-            if isinstance(one, kind):
+            if isinstance(link, kind):
                 raise CompileError(f"train.compile: {why}") from error
-    said = (str(chain[-1]).strip().splitlines() or [type(chain[-1]).__name__])[0][:200]
-    raise CompileError(f"train.compile: cannot compile {name}: {said}; set train.compile to false") from error
+    first_line = (str(chain[-1]).strip().splitlines() or [type(chain[-1]).__name__])[0][:200]
+    raise CompileError(f"train.compile: cannot compile {name}: {first_line}; set train.compile to false") from error
