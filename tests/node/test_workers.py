@@ -76,7 +76,7 @@ def test_a_progress_bar_that_never_ends_its_line_takes_no_memory(end: bytes, tmp
         with log.open("ab") as file:
             file.write(b"\r %d%%" % percent + end)
         assert list(tail.lines(is_complete=False)) == []
-        assert len(tail.rest) < 10
+        assert len(tail.unfinished) < 10
     assert list(tail.lines(is_complete=True)) == [" 99%"]
 
 

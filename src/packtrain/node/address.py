@@ -26,33 +26,34 @@ _SHARED = ipaddress.ip_network("100.64.0.0/10")  # carrier-grade NAT; overlay ne
 
 
 def choose_address(
-    given: str | None, interface: str | None, alone: bool, store_endpoint: str | None, others: Sequence[str] = ()
+    address: str | None, interface: str | None, alone: bool, store_endpoint: str | None, members: Sequence[str] = ()
 ) -> str:
     """Return the address to register: as given, or a private one of an interface that leads to other machines.
 
-    That is the interface on the route to `others` of the run, to the store, or to the internet; then any. Bridges
-    inside this machine, such as docker0, lead to no other machine. A machine that is alone in its run needs no network.
+    That is the interface on the route to other `members` of the run, to the store, or to the internet; then any.
+    Bridges inside this machine, such as docker0, lead to no other machine. A machine that is alone in its run needs no
+    network.
     """
-    if given is not None and interface is not None:
+    if address is not None and interface is not None:
         raise Mistake("--address and --interface: give only one of them")
-    if given is not None:
-        return _own_number_of(given)
+    if address is not None:
+        return _own_number_of(address)
     if interface is not None:
         return _address_on(interface)
     if alone:
         return LOOPBACK
     outward = [
-        address
+        candidate
         for name, addresses in interface_addresses().items()
         if not is_inner_bridge(name)
-        for address in addresses
-        if not ipaddress.ip_address(address).is_loopback
+        for candidate in addresses
+        if not ipaddress.ip_address(candidate).is_loopback
     ]
-    if others and all(ipaddress.ip_address(other).is_loopback for other in others):
+    if members and all(ipaddress.ip_address(member).is_loopback for member in members):
         return LOOPBACK  # the whole run is on this machine
-    routed = [_routed_to(host) for host in (*others, urlsplit(store_endpoint or "").hostname, _ELSEWHERE) if host]
-    leading = [address for address in routed if address in outward]
-    private = [address for address in (*leading, *outward) if is_private(address)]
+    routed = [_routed_to(host) for host in (*members, urlsplit(store_endpoint or "").hostname, _ELSEWHERE) if host]
+    leading = [candidate for candidate in routed if candidate in outward]
+    private = [candidate for candidate in (*leading, *outward) if is_private(candidate)]
     return next(iter([*private, *leading, *outward]), LOOPBACK)
 
 
@@ -61,10 +62,10 @@ def ssh_address(environment: Mapping[str, str]) -> str | None:
 
     None for IPv6 and loopback, which other machines do not use, and for public addresses, which the node refuses.
     """
-    parts = environment.get("SSH_CONNECTION", "").split()  # client address and port, server address and port
-    if len(parts) != 4 or ":" in parts[2] or parts[2].startswith("127.") or not is_private(parts[2]):
+    words = environment.get("SSH_CONNECTION", "").split()  # client address and port, server address and port
+    if len(words) != 4 or ":" in words[2] or words[2].startswith("127.") or not is_private(words[2]):
         return None
-    return parts[2]
+    return words[2]
 
 
 def check_private(address: str, public_address: bool) -> None:
@@ -137,33 +138,33 @@ def interface_of(address: str) -> str | None:
 
 
 def _address_on(interface: str) -> str:
-    known = interface_addresses()
-    if interface not in known:
-        raise Mistake(f"--interface {interface}: no such interface is up; available: {', '.join(known)}")
-    if not known[interface]:
+    interfaces = interface_addresses()
+    if interface not in interfaces:
+        raise Mistake(f"--interface {interface}: no such interface is up; available: {', '.join(interfaces)}")
+    if not interfaces[interface]:
         raise Mistake(f"--interface {interface}: it has no IPv4 address")
-    return known[interface][0]
+    return interfaces[interface][0]
 
 
-def _own_number_of(given: str) -> str:
-    number = _number_of(given)
+def _own_number_of(address: str) -> str:
+    number = _number_of(address)
     family = socket.AF_INET6 if ":" in number else socket.AF_INET
     try:
         with socket.socket(family, socket.SOCK_DGRAM) as probe:
             probe.bind((number, 0))
     except OSError:  # the outer address of a router, or a typo: torch would listen on every interface instead
-        own = ", ".join(address for addresses in interface_addresses().values() for address in addresses)
-        raise Mistake(f"--address {given}: not an address of this machine; it has {own}") from None
+        usable = ", ".join(number for numbers in interface_addresses().values() for number in numbers)
+        raise Mistake(f"--address {address}: not an address of this machine; it has {usable}") from None
     return number
 
 
-def _number_of(given: str) -> str:
+def _number_of(address: str) -> str:
     with suppress(ValueError):
-        return str(ipaddress.ip_address(given))
+        return str(ipaddress.ip_address(address))
     try:
-        return socket.gethostbyname(given)
+        return socket.gethostbyname(address)
     except OSError:
-        raise Mistake(f"--address {given}: not an IP address, and the name cannot be resolved") from None
+        raise Mistake(f"--address {address}: not an IP address, and the name cannot be resolved") from None
 
 
 def _routed_to(host: str) -> str | None:

@@ -68,7 +68,7 @@ class GenerationStart:
 
 def excluded(culprits: Sequence[str | None]) -> set[str]:
     """Return the nodes that alone ended two generations in a row, given the node that ended each."""
-    return {one for one, other in pairwise(culprits) if one is not None and one == other}
+    return {first for first, second in pairwise(culprits) if first is not None and first == second}
 
 
 def proposal(
@@ -84,9 +84,9 @@ def proposal(
     machine.
     """
     staying = sorted((lease for lease in alive if not lease.leaving), key=_by_age)
-    wanted = [lease for lease in staying if lease.node not in excluded]
+    trusted = [lease for lease in staying if lease.node not in excluded]
     # With too few others, a machine that failed twice is better than none.
-    chosen = _spread(wanted if _count_machines(wanted) >= machines.least else staying, machines)
+    chosen = _spread(trusted if _count_machines(trusted) >= machines.least else staying, machines)
     if len(chosen) < machines.least:
         return None
     members = tuple(Member(lease.node, lease.address, lease.workers) for lease in chosen)
@@ -95,18 +95,18 @@ def proposal(
 
 
 def newcomer(
-    current: Generation, alive: Iterable[Lease], machines: Machines, excluded: Collection[str] = ()
+    current: Generation, alive: Sequence[Lease], machines: Machines, excluded: Collection[str] = ()
 ) -> Lease | None:
     """Return the node that has waited longest beside a generation with room for its machine.
 
     A second node on one machine leaves its place to another machine, and never joins.
     """
-    known = {lease.node: lease for lease in alive}
-    taken = {_machine(known[one.node]) if one.node in known else one.node for one in current.members}
-    if len(taken) >= machines.most:
+    machine_of = {lease.node: _machine(lease) for lease in alive}
+    occupied = {machine_of.get(member.node, member.node) for member in current.members}
+    if len(occupied) >= machines.most:
         return None
-    others = [lease for lease in known.values() if _machine(lease) not in taken and lease.node not in excluded]
-    return min((lease for lease in others if not lease.leaving), key=_by_age, default=None)
+    waiting = [lease for lease in alive if _machine(lease) not in occupied and lease.node not in excluded]
+    return min((lease for lease in waiting if not lease.leaving), key=_by_age, default=None)
 
 
 def _by_age(lease: Lease) -> tuple[int, str]:
@@ -178,13 +178,13 @@ class Assembly:
 
     def alive(self) -> list[Lease]:
         """Return the nodes that can take part now. This node's own lease is fresher here than in the store."""
-        now = self._clock()
-        others = [
+        leases = {node: lease for node, lease in self.watch.leases.items() if node != self._name}
+        alive = [
             lease
-            for node, lease in self.watch.leases.items()
-            if node != self._name and lease.job == self._job and self.watch.alive(node, now) and self._is_safe(lease)
+            for node, lease in leases.items()
+            if lease.job == self._job and self.watch.alive(node, self._clock()) and self._is_safe(lease)
         ]
-        return [self._lease.lease, *others]
+        return [self._lease.lease, *alive]
 
     def _is_safe(self, lease: Lease) -> bool:
         """False for a node at a public address, which only a node of another version or a forged lease can have."""
@@ -276,15 +276,15 @@ class Assembly:
             self._turn, self._proposer = (number, self._turn[1] + 1), None
         return False
 
-    def propose(self, latest: Generation | None, own: NodeReport | None, since: float) -> str | None:
+    def propose(self, latest: Generation | None, ending: NodeReport | None, since: float) -> str | None:
         """Propose the next generation, once it is clear how the latest ended and who is alive.
 
-        `own` is how it ended on this node, `since` when. Returns why the run is given up, if it is.
+        `ending` is how it ended on this node, `since` when. Returns why the run is given up, if it is.
         """
         self.look_at_all()
-        if latest is not None and own is not None and self._is_unsettled(latest, own, since):
+        if latest is not None and ending is not None and self._is_unsettled(latest, ending, since):
             return None
-        ended = self._how_it_ended(latest, own)
+        ended = self._how_it_ended(latest, ending)
         step = last_step(self._run)
         if latest is not None and ended.cause in COUNTED:
             # Judged only once: reports of nodes that leave in the meantime must not change it.
@@ -293,7 +293,7 @@ class Assembly:
                 self._verdicts[latest.number] = verdict(tried, ended, step, self._run.job.fleet.failures)
             if (given_up := self._verdicts[latest.number]) is not None:
                 return given_up
-        culprit = None if latest is None or ended.cause not in COUNTED else self._culprit(latest, own)
+        culprit = None if latest is None or ended.cause not in COUNTED else self._culprit(latest, ending)
         alive = self.alive()
         if self._is_gathering(1 if latest is None else latest.number + 1, alive, ended):
             return None
@@ -301,19 +301,19 @@ class Assembly:
         culprits = [] if latest is None else self._culprits(latest)
         proposed = proposal(latest, alive, self._machines, start, excluded([*culprits, culprit]))
         # If another node's proposal wins, the next look finds that one.
-        if proposed is not None and self._run.propose(proposed) and ended.lost is not None and ended is not own:
+        if proposed is not None and self._run.propose(proposed) and ended.lost is not None and ended is not ending:
             self._tell("lost", f"{ended.lost} stopped renewing its lease")
         return None
 
-    def _is_unsettled(self, latest: Generation, own: NodeReport, since: float) -> bool:
+    def _is_unsettled(self, latest: Generation, ending: NodeReport, since: float) -> bool:
         """True while another member may still report what went wrong, or turn out to be lost.
 
         It has to renew its lease after the generation ended here. If all that is known here is that it waited for the
         others, or lost the connection to them, they get some time to say why.
         """
-        others = [member.node for member in latest.members if member.node != self._name]
-        silent = [node for node in others if not self.is_lost(node) and not self._reported(node, latest)]
-        if only_lost_others(own) and self._clock() - since < EXPLAIN_SECONDS:
+        other_nodes = [member.node for member in latest.members if member.node != self._name]
+        silent = [node for node in other_nodes if not self.is_lost(node) and not self._reported(node, latest)]
+        if only_lost_others(ending) and self._clock() - since < EXPLAIN_SECONDS:
             return bool(silent)
         return any(not self.watch.renewed_since(node, since) for node in silent)
 
@@ -322,26 +322,26 @@ class Assembly:
         report = lease.report if lease is not None else None
         return report if report is not None and report.generation == generation.number else None
 
-    def _how_it_ended(self, latest: Generation | None, own: NodeReport | None) -> NodeReport:
+    def _how_it_ended(self, latest: Generation | None, ending: NodeReport | None) -> NodeReport:
         if latest is None:
             return NodeReport(0, "start", "start")
-        others = [member.node for member in latest.members if member.node != self._name]
+        other_nodes = [member.node for member in latest.members if member.node != self._name]
         # This node was not a member, and all members are gone: a person has resumed the run.
-        if own is None and (not self.is_of_this_job(latest) or all(self.is_lost(node) for node in others)):
+        if ending is None and (not self.is_of_this_job(latest) or all(self.is_lost(node) for node in other_nodes)):
             return NodeReport(latest.number, "resumed", "resumed")
-        reports = list(self._reports(latest, own).values())
+        reports = list(self._reports(latest, ending).values())
         if not reports:
             return NodeReport(latest.number, "ended", "the first machine was lost")
         requested = [report for report in reports if report.cause in ("preempted", "joined")]
-        told = most_specific(reports)
-        if told.cause in OWN_FAILURES:  # only the first machine knows, which may not be the one that failed
-            told = replace(told, restarted=any(report.restarted for report in reports))
+        cause = most_specific(reports)
+        if cause.cause in OWN_FAILURES:  # only the first machine knows, which may not be the one that failed
+            cause = replace(cause, restarted=any(report.restarted for report in reports))
         # Programs exit in all sorts of ways when they are asked to stop: that is not a failure.
-        return requested[0] if requested and told.cause == "program" and not told.fatal else told
+        return requested[0] if requested and cause.cause == "program" and not cause.fatal else cause
 
-    def _reports(self, latest: Generation, own: NodeReport | None) -> dict[str, NodeReport]:
+    def _reports(self, latest: Generation, ending: NodeReport | None) -> dict[str, NodeReport]:
         """Return what each member reports, and for one that is gone, that it is."""
-        reports = {self._name: own} if own is not None else {}
+        reports = {self._name: ending} if ending is not None else {}
         for node in (member.node for member in latest.members if member.node != self._name):
             lease, report = self.watch.leases.get(node), self._reported(node, latest)
             if report is not None:
@@ -354,18 +354,18 @@ class Assembly:
 
     def _up_to(self, latest: Generation) -> list[Generation]:
         """Return all generations up to this one; each record is read from the store only once."""
-        known = self._history[-1].number if self._history else 0
-        if known < latest.number:
-            self._history += self._run.generations(known)
+        last_number = self._history[-1].number if self._history else 0
+        if last_number < latest.number:
+            self._history += self._run.generations(last_number)
         return [generation for generation in self._history if generation.number <= latest.number]
 
     def _culprits(self, latest: Generation) -> list[str | None]:
         """Return the node that ended each generation before the latest; the record of its successor names it."""
         return [generation.culprit for generation in self._up_to(latest)]
 
-    def _culprit(self, latest: Generation, own: NodeReport | None) -> str | None:
+    def _culprit(self, latest: Generation, ending: NodeReport | None) -> str | None:
         """Return the node that alone ended the latest generation, by an error of its own or because it was lost."""
-        texts = {blamed(node, report): report.text for node, report in self._reports(latest, own).items()}
+        texts = {blamed(node, report): report.text for node, report in self._reports(latest, ending).items()}
         texts.pop(None, None)
         if len(texts) != 1 or len(latest.members) == 1:  # no or several culprits, or no other machine
             return None
@@ -383,20 +383,20 @@ class Assembly:
         """
         if _count_machines(alive) >= self._machines.most or len(alive) < self._machines.least:
             return False  # waiting longer would change nothing
-        now = self._clock()
+        at = self._clock()
         if self._gathering[0] != number:
-            self._gathering = (number, now)
-        waited = now - self._gathering[1]
+            self._gathering = (number, at)
+        waited = at - self._gathering[1]
         if ended.cause in ("start", "resumed") and waited < GATHER_SECONDS:
             return True
-        unknown = [node for node in self.watch.leases if not self.watch.alive(node, now) and not self.is_lost(node)]
+        unknown = [node for node in self.watch.leases if not self.watch.alive(node, at) and not self.is_lost(node)]
         return any(node != self._name for node in unknown) and waited < RENEWAL_SECONDS
 
     def _start_after(self, ended: NodeReport, step: int, count: int) -> GenerationStart:
         leases = {**self.watch.leases, self._name: self._lease.lease}.values()
         # Durations are compared, never clocks: the node that has counted the longest has missed the least.
         used = max(self._lease.used_seconds(), *(lease.used_seconds for lease in leases))
-        left = seconds_left(self._run.job.budget, self._run.job.fleet, leases, used, count)
+        budget_seconds = seconds_left(self._run.job.budget, self._run.job.fleet, leases, used, count)
         launches = self._run.count_launches()
         return GenerationStart(
             ended.cause,
@@ -404,7 +404,7 @@ class Assembly:
             step,
             ended.step,
             used,
-            left,
+            budget_seconds,
             job=self._job,
             launches=launches,
             restarted=ended.restarted,

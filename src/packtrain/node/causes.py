@@ -116,8 +116,8 @@ def why_they_ended(
     """
     if code == 0:
         return NodeReport(generation, "ended", "the workers exited before the run was complete")
-    told = sorted(errors, key=lambda error: (not error.fatal, is_consequence(error.text), error.time))
-    first = told[0] if told else None
+    ordered = sorted(errors, key=lambda error: (not error.fatal, is_consequence(error.text), error.time))
+    first = ordered[0] if ordered else None
     if first is not None and (first.fatal or first.cause != "program"):
         return NodeReport(generation, first.cause, first.text, first.step, first.fatal)
     if out_of_memory_kills and _KILLED.search(output.launcher):
@@ -137,36 +137,36 @@ def why_they_ended(
 def _by_output(generation: int, code: int, output: LastOutput) -> NodeReport:
     """Judge a program, which reports nothing, by the end of what it wrote: its own error, not the launcher's."""
     workers = _DECORATION.sub("", output.workers)
-    said = f"{output.launcher}\n{workers}"
-    errors = _errors_in(said)
-    own = [found for found in errors if not is_consequence(found[1])] or errors  # all of them may be consequences
+    text = f"{output.launcher}\n{workers}"
+    errors = _errors_in(text)
+    errors = [(start, error) for start, error in errors if not is_consequence(error)] or errors
     codes = [int(number) for number in _EXIT_CODE.findall(output.launcher)]
     code = codes[-1] if codes else code  # the launcher itself always exits with 1; the root cause comes last
-    if own:
-        start, error = own[-1]
+    if errors:
+        start, error = errors[-1]
         cause = _cause_in(error)
         if cause == "program" and _MISTAKES.match(error):
             cause = "mistake"
-        return NodeReport(generation, cause, f"{_place_of(said[:start])}{error}; see `packtrain logs`")
+        return NodeReport(generation, cause, f"{_place_of(text[:start])}{error}; see `packtrain logs`")
     lines = [line.strip() for line in workers.splitlines()]
     last = [line for line in lines if line and not line.startswith("usage:") and not is_consequence(line)]
-    text = f": {' / '.join(last[-_LAST_LINES:])}" if last else ""
-    cause = "mistake" if code in _USAGE_CODES else _cause_in(said)
+    words = f": {' / '.join(last[-_LAST_LINES:])}" if last else ""
+    cause = "mistake" if code in _USAGE_CODES else _cause_in(text)
     signalled = f" ({signal.Signals(code - 128).name})" if code - 128 in set(signal.Signals) else ""  # by a shell
-    return NodeReport(generation, cause, f"the program exited with code {code}{signalled}{text}; see `packtrain logs`")
+    return NodeReport(generation, cause, f"the program exited with code {code}{signalled}{words}; see `packtrain logs`")
 
 
-def _errors_in(said: str) -> list[tuple[int, str]]:
+def _errors_in(output: str) -> list[tuple[int, str]]:
     """Return the errors in an output with the place of each: the lines that end tracebacks, or look like errors."""
-    found, start = list[tuple[int, str]](), 0
+    errors, start = list[tuple[int, str]](), 0
     in_traceback = goes_on = is_ignored = False
-    for line in said.splitlines(keepends=True):
+    for line in output.splitlines(keepends=True):
         text, is_indented = line.strip(), line.startswith((" ", "\t", *_BOX))
         if goes_on and is_indented and text:  # as R breaks the line after `Error in f(x) :`
-            found[-1] = (found[-1][0], f"{found[-1][1]} {text}")
+            errors[-1] = (errors[-1][0], f"{errors[-1][1]} {text}")
         goes_on = False
         # Its beginning may be cut off; but TensorFlow lists frames after the error, too.
-        if _TRACEBACK in text or (not found and _FRAME.match(line)):
+        if _TRACEBACK in text or (not errors and _FRAME.match(line)):
             in_traceback = True
         elif _LAST_WORDS.match(text):
             is_ignored = True
@@ -174,19 +174,19 @@ def _errors_in(said: str) -> list[tuple[int, str]]:
             shape = _LAST_OF_TRACEBACK if in_traceback else _ERROR
             is_error = _LAUNCHERS_ERROR not in text and (shape.fullmatch(text) or _ERROR.fullmatch(text))
             if is_error and not is_ignored:
-                found.append((start, text))
+                errors.append((start, text))
                 goes_on = text.endswith(":")
             in_traceback = is_ignored = False
         start += len(line)
-    return found
+    return errors
 
 
 def _place_of(before: str) -> str:
     """Return `train.py:7: `, the innermost line of the program's own code in the traceback that ends here."""
     trace = before.rpartition(_TRACEBACK)[2]
     frames = [(name, number) for name, number in _FRAME.findall(trace) if "/site-packages/" not in name]
-    own = [(name.rpartition("/code/")[2], number) for name, number in frames if "/code/" in name]
-    return "{}:{}: ".format(*own[-1]) if own else ""
+    own_frames = [(name.rpartition("/code/")[2], number) for name, number in frames if "/code/" in name]
+    return "{}:{}: ".format(*own_frames[-1]) if own_frames else ""
 
 
 def _cause_in(text: str) -> Cause:
@@ -195,15 +195,15 @@ def _cause_in(text: str) -> Cause:
 
 def _killed_by(output: LastOutput) -> str | None:
     # Not SIGTERM: the launcher ends the other workers with it.
-    found = [(rank, int(number)) for rank, number in _BY_SIGNAL.findall(output.launcher)]
-    killed = [(rank, number) for rank, number in found if number != signal.SIGTERM]
+    ended = [(rank, int(number)) for rank, number in _BY_SIGNAL.findall(output.launcher)]
+    killed = [(rank, number) for rank, number in ended if number != signal.SIGTERM]
     if not killed:
         return None
     if _NCCL_WATCHDOG.search(output.workers):
-        others = [(rank, number) for rank, number in killed if number != signal.SIGABRT]
-        if not others:
+        not_aborted = [(rank, number) for rank, number in killed if number != signal.SIGABRT]
+        if not not_aborted:
             return f"NCCL's watchdog ended rank {killed[-1][0]}: another worker is gone or hangs"
-        killed = others
+        killed = not_aborted
     rank, number = killed[-1]
     name = signal.Signals(number).name if number in set(signal.Signals) else f"signal {number}"
     return f"rank {rank} was killed ({name})"
@@ -220,7 +220,7 @@ def lost_machine(generation: int, node: str) -> NodeReport:
 
 def most_specific(reports: Sequence[NodeReport]) -> NodeReport:
     """Return the report that explains the others."""
-    return min(reports, key=lambda one: (not one.fatal, _rank(one), is_consequence(one.text)))
+    return min(reports, key=lambda report: (not report.fatal, _rank(report), is_consequence(report.text)))
 
 
 def _rank(report: NodeReport) -> int:
@@ -287,9 +287,9 @@ class OomWatch:
         self._count = count or oom_kills
         self._looks = [(-math.inf, self._count())]  # the first one is what `recent` compares with
 
-    def look(self, now: float) -> None:
-        self._looks.append((now, self._count()))
-        while now - self._looks[1][0] >= OOM_SECONDS:  # which ends at the look that was just added
+    def look(self, time_now: float) -> None:
+        self._looks.append((time_now, self._count()))
+        while time_now - self._looks[1][0] >= OOM_SECONDS:  # which ends at the look that was just added
             self._looks.pop(0)
 
     def recent(self) -> int:

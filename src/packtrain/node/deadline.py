@@ -51,9 +51,9 @@ def left_at_start(run: Run, latest: Generation | None) -> float | None:
 
 
 def used_up(budget: BudgetSettings) -> str:
-    parts = [f"{budget.hours:g} hours"] if budget.hours is not None else []
-    parts += [f"{budget.dollars:g} dollars"] if budget.dollars is not None else []
-    return f"the budget of {' and '.join(parts)} is used up"
+    limits = [f"{budget.hours:g} hours"] if budget.hours is not None else []
+    limits += [f"{budget.dollars:g} dollars"] if budget.dollars is not None else []
+    return f"the budget of {' and '.join(limits)} is used up"
 
 
 class Deadline:

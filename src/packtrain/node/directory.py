@@ -107,15 +107,15 @@ class NodeDirectory:
     @classmethod
     def create(cls, run: Run, node: str) -> NodeDirectory:
         path = node_directory(run, node)
-        part = path.with_name(f"{path.name}{_PART}")
+        unfinished = path.with_name(f"{path.name}{_PART}")
         owner = Owner(run.store.url, run.name, node, socket.gethostname())
         try:
-            part.mkdir(mode=0o700, parents=True)  # workers meet in a file in it, and programs write checkpoints
-            lock = _lock(part)
-            (part / "owner.json").write_text(json.dumps(asdict(owner)), "utf-8")
-            part.rename(path)  # only when it is complete and locked: a sweep skips it until then
+            unfinished.mkdir(mode=0o700, parents=True)  # workers meet in a file in it, and programs write checkpoints
+            lock = _lock(unfinished)
+            (unfinished / "owner.json").write_text(json.dumps(asdict(owner)), "utf-8")
+            unfinished.rename(path)  # only when it is complete and locked: a sweep skips it until then
         except OSError as error:
-            shutil.rmtree(part, ignore_errors=True)
+            shutil.rmtree(unfinished, ignore_errors=True)
             raise _no_locks(error) from None
         return cls(path, lock)
 

@@ -94,11 +94,12 @@ def _scalars(kind: Any, data: bytes) -> Iterator[Scalar]:
         event = kind.FromString(data)
     except DecodeError:  # a record of another program, with a checksum that is right
         return
-    for one in event.summary.value:
-        which = one.WhichOneof("value")
-        value = one.simple_value if which == "simple_value" else _single(one.tensor) if which == "tensor" else None
+    for summary in event.summary.value:
+        form = summary.WhichOneof("value")
+        number = _single(summary.tensor) if form == "tensor" else None
+        value = summary.simple_value if form == "simple_value" else number
         if value is not None and event.step >= 0:
-            yield Scalar(one.tag, event.step, event.wall_time, value)
+            yield Scalar(summary.tag, event.step, event.wall_time, value)
 
 
 def _single(tensor: Any) -> float | None:
@@ -108,5 +109,5 @@ def _single(tensor: Any) -> float | None:
     form = "<f" if tensor.dtype == _FLOAT else "<d"
     if len(tensor.tensor_content) == struct.calcsize(form):
         return float(struct.unpack(form, tensor.tensor_content)[0])
-    found = tensor.float_val if tensor.dtype == _FLOAT else tensor.double_val
-    return float(found[0]) if len(found) == 1 else None
+    values = tensor.float_val if tensor.dtype == _FLOAT else tensor.double_val
+    return float(values[0]) if len(values) == 1 else None

@@ -159,17 +159,17 @@ def worker_environment(
     """Return the workers' environment, without what the launcher adds (RANK, MASTER_ADDR and so on)."""
     member = generation.members[rank]
     submitted = visible(run.job.origin)  # only where it is there: a program can ask for it
-    kept = _without_other_launchers(inherited)
+    environment = _without_other_launchers(inherited)
     interface = interface_of(member.address)
     if interface is None:  # torch would choose one, and might listen on a public address
         raise OSError(errno.EADDRNOTAVAIL, f"{member.address} is no longer an address of this machine")
     # A variable set on the machine may name another network than the one we checked: only the job overrides ours.
-    bound = [name for name in _INTERFACE_VARIABLES if name not in run.job.environment or name not in kept]
+    bound = [name for name in _INTERFACE_VARIABLES if name not in run.job.environment or name not in environment]
     return {
         **_defaults(member.workers),
-        **kept,
+        **environment,
         # A script that a program runs says `python`, and means the one with torch.
-        "PATH": os.pathsep.join([str(Path(sys.executable).parent), kept.get("PATH", os.defpath)]),
+        "PATH": os.pathsep.join([str(Path(sys.executable).parent), environment.get("PATH", os.defpath)]),
         **{name: _INTERFACE_VARIABLES[name].format(interface) for name in bound},
         RUN_VARIABLE: run.name,
         STORE_VARIABLE: run.store.url,
@@ -343,9 +343,9 @@ class Launcher:
         deadline = time.monotonic() + seconds
         assert self._server.stdout is not None
         while self._code is None:
-            left = max(0.0, deadline - time.monotonic())
+            seconds_left = max(0.0, deadline - time.monotonic())
             try:
-                has_answer = bool(select.select([self._server.stdout], [], [], min(left, _LOOK_SECONDS))[0])
+                has_answer = bool(select.select([self._server.stdout], [], [], min(seconds_left, _LOOK_SECONDS))[0])
                 if has_answer:
                     self._read_answers()
             except (OSError, ValueError):  # closed, perhaps by another thread, which gave up on the server
@@ -354,7 +354,7 @@ class Launcher:
             if not has_answer:
                 if self._is_overdue():
                     self._give_up()
-                elif left == 0.0:
+                elif seconds_left == 0.0:
                     break
         return self._code
 
@@ -363,9 +363,9 @@ class Launcher:
         if self._is_at_work():
             self._due_since, self._answer_seconds = math.inf, ANSWER_SECONDS
             return False
-        now = time.monotonic()
-        self._due_since = min(self._due_since, now)  # the node may not have looked for a while
-        return now - self._due_since > self._answer_seconds
+        time_now = time.monotonic()
+        self._due_since = min(self._due_since, time_now)  # the node may not have looked for a while
+        return time_now - self._due_since > self._answer_seconds
 
     def _is_at_work(self) -> bool:
         """True while the launcher lives; if it is stopped, only while its workers do."""
@@ -434,8 +434,8 @@ class Launcher:
         if self._launcher is not None and self._code is None:
             with suppress(psutil.NoSuchProcess):
                 family = dict.fromkeys([self._launcher, *self._launcher.children(recursive=True)])
-        others = (process for process in _marked(self._marks.__contains__) if process.pid != self._server.pid)
-        return list(family | dict.fromkeys(others))
+        orphans = (process for process in _marked(self._marks.__contains__) if process.pid != self._server.pid)
+        return list(family | dict.fromkeys(orphans))
 
 
 def _kill(server: subprocess.Popen[bytes]) -> None:

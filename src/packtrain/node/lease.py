@@ -102,7 +102,7 @@ class LeaseRenewer:
         for thread in self._threads:
             if thread.is_alive():
                 thread.join()
-        self.renew(left=True)
+        self.renew(has_left=True)
 
     def _renew_often(self) -> None:
         while not self._over.is_set():
@@ -126,7 +126,7 @@ class LeaseRenewer:
         if self._history is not None:
             self._history.append(TelemetrySample(time.time(), self._lease.node, self._telemetry))
 
-    def renew(self, left: bool = False) -> None:
+    def renew(self, has_left: bool = False) -> None:
         self._news.clear()  # before the lease is read: a change after this sets it again
         if self._telemetry.memory_bytes == 0:  # not measured yet: the first renewal should not show zeros
             self._measure()
@@ -136,7 +136,7 @@ class LeaseRenewer:
                 renewal=self._lease.renewal + 1,
                 used_seconds=self.used_seconds(),
                 machine_seconds=self._clock() - self._started,
-                left=left,
+                left=has_left,
                 telemetry=self._telemetry,
             )
         try:

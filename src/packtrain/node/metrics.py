@@ -73,8 +73,8 @@ class Logged:
 def parse_line(line: bytes) -> Logged | None:
     """Return the numbers of a line of `packtrain.log`; None if another process has written something else there."""
     try:
-        found = json.loads(line)
-        step, moment, values = found["step"], float(found["time"]), found["values"]
+        entry = json.loads(line)
+        step, moment, values = entry["step"], float(entry["time"]), entry["values"]
         if step is not None and (not 0 <= step <= MAX_NUMBER or step != int(step)):
             return None
         numbers = {name: float(value) for name, value in values.items()}
@@ -91,10 +91,10 @@ def parse_printed(line: LogLine) -> Logged | None:
     step = _STEP.search(text)
     if step is None:
         return None
-    rest = f"{text[: step.start()]} {text[step.end() :]}"
-    found = (*_NAMED.findall(rest), *_LOSS.findall(rest))
-    values = {_name_of(first_word.lower(), name): float(number) for first_word, name, number in found}
-    epoch = _EPOCH.search(rest)
+    remainder = f"{text[: step.start()]} {text[step.end() :]}"
+    matches = (*_NAMED.findall(remainder), *_LOSS.findall(remainder))
+    values = {_name_of(first_word.lower(), name): float(number) for first_word, name, number in matches}
+    epoch = _EPOCH.search(remainder)
     number = int(step[1].replace(",", ""))
     return Logged(number, line.time, values, int(epoch[1]) if epoch is not None else 0) if values else None
 
@@ -107,10 +107,10 @@ def _name_of(first_word: str, name: str) -> str:
 
 @dataclass
 class _NumberShare:
-    """How many numbers of a name came, and how many were kept."""
+    """How many numbers of a name came, and how many were used."""
 
-    seen: int = 0
-    kept: int = 0
+    came: int = 0
+    used: int = 0
 
 
 @dataclass
@@ -138,12 +138,12 @@ class NumberTable:
     reached: int | None = None  # of the steps that the program names
     restarted: bool = False  # the program counts from the beginning, although it was to resume
     _steps: dict[int, _StepNumbers] = field(default_factory=dict)
-    _new: set[int] = field(default_factory=set)
+    _untold: set[int] = field(default_factory=set)
     _shares: dict[str, _NumberShare] = field(default_factory=dict)
     _warned: bool = False
 
     def add(self, logged: Logged) -> None:
-        kept = {name: value for name, value in logged.values.items() if self._is_kept(name, value)}
+        values = {name: value for name, value in logged.values.items() if self._is_kept(name, value)}
         step = self.last_step + 1 if logged.step is None else logged.step
         if logged.values:
             self.last_step = step
@@ -151,14 +151,14 @@ class NumberTable:
             self.reached = max(step, self.reached or 0)
             if logged.epoch <= 1:  # of a later one, the steps may be counted anew in each
                 self._compare(step, logged.values)
-        if kept:
-            now = logged.time if 0 <= logged.time <= _MAX_TIME else time.time()  # also if it is not a number
-            name = max(kept, key=self._weight)
-            row = self._steps.setdefault(step, _StepNumbers(now, name, {}))
+        if values:
+            moment = logged.time if 0 <= logged.time <= _MAX_TIME else time.time()  # also if it is not a number
+            name = max(values, key=self._weight)
+            row = self._steps.setdefault(step, _StepNumbers(moment, name, {}))
             if self._weight(name) >= self._weight(row.name):
-                row.moment, row.name = now, name
-            row.values = {**row.values, **kept}  # another dict: the one before may be in a point
-            self._new.add(step)
+                row.moment, row.name = moment, name
+            row.values = {**row.values, **values}  # another dict: the one before may be in a point
+            self._untold.add(step)
 
     def _compare(self, step: int, names: Iterable[str]) -> None:
         """Warn if a program that was to resume counts from the beginning; each name may have a counter of its own."""
@@ -175,7 +175,7 @@ class NumberTable:
 
     def _weight(self, name: str) -> tuple[bool, bool, int]:
         """Say how likely it is that a number counts the steps of training."""
-        return loss_name((name,)) is not None, not evaluates(name), self._shares[name].seen
+        return loss_name((name,)) is not None, not evaluates(name), self._shares[name].came
 
     def _is_kept(self, name: str, value: float) -> bool:
         share = self._shares.get(name)
@@ -186,10 +186,10 @@ class NumberTable:
             share = self._shares[name] = _NumberShare()
         if name.endswith("_seconds") and not abs(value) <= MAX_SECONDS:  # no record may have such a time
             return False
-        every = 1 << (share.kept // (_KEPT_NUMBERS // max(20, len(self._shares))))
-        share.seen += 1
-        is_kept = share.seen % every == 0
-        share.kept += is_kept
+        every = 1 << (share.used // (_KEPT_NUMBERS // max(20, len(self._shares))))
+        share.came += 1
+        is_kept = share.came % every == 0
+        share.used += is_kept
         return is_kept
 
     def _warn(self, name: str) -> None:
@@ -200,16 +200,16 @@ class NumberTable:
 
     @property
     def num_new(self) -> int:
-        return len(self._new)
+        return len(self._untold)
 
     def take(self) -> list[Point]:
         """Return the steps that have something new."""
         points = [
             Point("log", self.generation, step, row.moment, row.values)
-            for step in sorted(self._new)
+            for step in sorted(self._untold)
             for row in (self._steps[step],)
         ]
-        self._new.clear()
+        self._untold.clear()
         for step in list(self._steps)[: max(0, len(self._steps) - _OPEN_STEPS)]:
             del self._steps[step]
         return points
@@ -241,8 +241,8 @@ class ProgramMetrics:
                 points = [point for point in read_recent(self._run, _COMPARED, False) if point.kind == "log"]
             before: dict[str, int] = {}
             if restored is not None:
-                most = math.inf if restored.reached is None else restored.reached
-                before = {name: point.step for point in points if point.step <= most for name in point.values}
+                limit = math.inf if restored.reached is None else restored.reached
+                before = {name: point.step for point in points if point.step <= limit for name in point.values}
             last = points[-1].step if points else -1
             table = NumberTable(generation.number, last, self._tell, before)
             self._source = _Source(generation, control.numbers, self._folders, table, launcher)
@@ -376,23 +376,23 @@ class _Source:
 
 def open_event_files(launcher: int | None) -> list[tuple[Path, str]]:
     """Return the event files that workers have open, wherever they are, each with the worker's rank."""
-    found: list[tuple[Path, str]] = []
+    opened: list[tuple[Path, str]] = []
     with suppress(psutil.Error, OSError):
         processes = psutil.Process(launcher).children(recursive=True) if launcher is not None else []
         for process in processes:
             with suppress(psutil.Error, OSError):  # it has exited meanwhile
                 paths = [Path(file.path) for file in process.open_files() if _EVENT_FILE in file.path]
-                found += [(path, process.environ().get("RANK", "0")) for path in paths]
-    return found
+                opened += [(path, process.environ().get("RANK", "0")) for path in paths]
+    return opened
 
 
 def found_event_files(folders: Iterable[Path]) -> list[Path]:
     """Return the event files in these folders. Links are not followed: they lead to a person's own files."""
-    found, left = [], _SCANNED
+    paths, entries_left = [], _SCANNED
     for folder in folders:
         for place, names, files in os.walk(folder.resolve()):
-            found += [Path(place, name) for name in files if _EVENT_FILE in name]
-            left -= len(names) + len(files)
-            if left < 0:
-                return found
-    return found
+            paths += [Path(place, name) for name in files if _EVENT_FILE in name]
+            entries_left -= len(names) + len(files)
+            if entries_left < 0:
+                return paths
+    return paths

@@ -231,8 +231,8 @@ class Node:
         if (not self.is_working or self._looks % _RESULT_LOOKS == 0) and self.run.result() is not None:
             self.is_over = True
             return
-        known, latest = self._latest, self.run.latest_generation(self._latest)
-        if latest is not None and latest is not known:
+        before, latest = self._latest, self.run.latest_generation(self._latest)
+        if latest is not None and latest is not before:
             self._latest = latest
             if latest.number >= self.lease.lease.joined:  # the constructor has set the deadline of older ones
                 self.deadline.set(latest.seconds_left)
@@ -279,8 +279,8 @@ class Node:
             self.is_over = True
             return
         # A report of an older generation says nothing about how the latest one ended.
-        own = self._report if latest is not None and self._last_tried == latest.number else None
-        given_up = self.assembly.propose(latest, own, self._ended_at)
+        report = self._report if latest is not None and self._last_tried == latest.number else None
+        given_up = self.assembly.propose(latest, report, self._ended_at)
         if given_up is not None:
             self._conclude("failed", given_up)
         self._latest = self.run.latest_generation(latest)
@@ -412,9 +412,9 @@ class Node:
             self._tell("warning", warning)
         elif leaving is not None and (group.stop is None or leaving.kind == "preemption"):
             cause: Cause = "preempted" if leaving.kind == "preemption" else "ended"
-            left = self.preemption.seconds_left() if leaving.kind == "preemption" else None
+            seconds_left = self.preemption.seconds_left() if leaving.kind == "preemption" else None
             # A fifth of the time until the machine is gone is kept for the last records.
-            grace = STOP_GRACE_SECONDS if left is None else max(1.0, 0.8 * left)
+            grace = STOP_GRACE_SECONDS if seconds_left is None else max(1.0, 0.8 * seconds_left)
             self._request_stop(group, WorkerStop(cause, leaving.reason, self._clock(), grace))
 
     def _leave_without_store(self) -> None:
@@ -445,13 +445,13 @@ class Node:
             self.lease.set_stopping(group.generation.number)
 
     def _watch_others(self, group: WorkerGroup) -> None:
-        seen = self.assembly.watch_others(group)
-        if isinstance(seen, LostNode):
-            self._lose(group, seen.node)
-        elif isinstance(seen, NodeReport):
-            self._give_up(seen)
-        elif seen is not None:
-            self._request_stop(group, seen)
+        change = self.assembly.watch_others(group)
+        if isinstance(change, LostNode):
+            self._lose(group, change.node)
+        elif isinstance(change, NodeReport):
+            self._give_up(change)
+        elif change is not None:
+            self._request_stop(group, change)
 
     def _lose(self, group: WorkerGroup, node: str) -> None:
         # A node that has finished the run is gone, too: that is not a loss.

@@ -36,8 +36,8 @@ def run_workers(command: Sequence[str], variables: Sequence[Mapping[str, str]], 
         signal.signal(number, stop)
     workers: list[subprocess.Popen[bytes]] = []
     try:
-        for place, own in enumerate(variables):
-            workers.append(_start(command, own, logs / str(place)))
+        for place, own_variables in enumerate(variables):
+            workers.append(_start(command, own_variables, logs / str(place)))
     except OSError:
         _end(workers)
         raise
@@ -78,14 +78,14 @@ def _end(workers: Sequence[subprocess.Popen[bytes]]) -> None:
 
 
 def _group(worker: int) -> list[psutil.Process]:
-    found = []
+    members = []
     with suppress(psutil.NoSuchProcess):
         leader = psutil.Process(worker)
         for process in (leader, *leader.children(recursive=True)):
             with suppress(ProcessLookupError):
                 if os.getpgid(process.pid) == worker:
-                    found.append(process)
-    return found
+                    members.append(process)
+    return members
 
 
 def _signal(groups: Iterable[int], number: int) -> None:

@@ -146,8 +146,8 @@ class PreemptionWatch:
         while not number:
             if select.select([reading], [], [], self._poll_seconds)[0]:
                 number = next((byte for byte in os.read(reading, 100) if byte in _SIGNALS), 0)
-            elif (taken := signal.sigtimedwait(_SIGNALS, 0)) is not None:
-                number = taken.si_signo
+            elif (information := signal.sigtimedwait(_SIGNALS, 0)) is not None:
+                number = information.si_signo
         self._on_signal(number, None)
         seconds = self._signal_seconds
         time.sleep(STOP_GRACE_SECONDS + _END_SECONDS if seconds is None else _SIGNAL_FRACTION * seconds)
@@ -155,14 +155,14 @@ class PreemptionWatch:
         self._end(self._notice.reason)
 
     def _poll(self) -> None:
-        said = ""
+        last_error = ""
         while not self._over.wait(self._poll_seconds):
             for source in self._sources:
                 try:
                     notice = source()
                 except Exception as error:
-                    if str(error) != said:  # every few seconds, for as long as it lasts
-                        said = str(error)
+                    if str(error) != last_error:  # every few seconds, for as long as it lasts
+                        last_error = str(error)
                         say(f"warning: cannot check for preemption notices: {error}")
                     continue
                 if notice is not None:
@@ -205,12 +205,12 @@ def exit_immediately(reason: str, power_off: bool) -> None:
         end_process(EXIT_UNFINISHED, flush=False)
 
 
-def switch_off(wanted: bool, command: Sequence[str] = ()) -> bool:
+def switch_off(is_wanted: bool, command: Sequence[str] = ()) -> bool:
     """Shut this machine down if the fleet says so: by the command, or by sudo if that needs no password.
 
     Raises nothing; returns True if a command succeeded.
     """
-    if not wanted:
+    if not is_wanted:
         return False
     module = shlex.split(os.environ.get(OFF_VARIABLE, ""))
     command = command or ((sys.executable, "-P", "-m", *module) if module else POWER_OFF)

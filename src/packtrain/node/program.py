@@ -135,7 +135,7 @@ class ProgramCheckpoints:
 
     def _put(self, copy: Path, state: Fingerprint, generation: int) -> None:
         # A program does not report its steps: its checkpoints are numbered.
-        number = 1 + max((one.step for one in committed(self._run)), default=0)
+        number = 1 + max((checkpoint.step for checkpoint in committed(self._run)), default=0)
         reached = None if self._metrics is None else self._metrics.reached
         checkpoint = commit(self._run, number, generation, None, {file: copy / file for file in state}, reached)
         self._committed = state

@@ -52,9 +52,9 @@ def create(parameters: RendezvousParameters) -> RendezvousHandler:
     address, port = parse_rendezvous_endpoint(parameters.endpoint, -1)
     timeout = int(parameters.config.get("timeout", _TIMEOUT_SECONDS))
     rank = int(parameters.config["rank"])
-    made = Rendezvous(address, port, rank, parameters.max_nodes, parameters.run_id, timeout)
-    made.listens = parameters.config.get("listen") != "no"
-    return made
+    rendezvous = Rendezvous(address, port, rank, parameters.max_nodes, parameters.run_id, timeout)
+    rendezvous.listens = parameters.config.get("listen") != "no"
+    return rendezvous
 
 
 def handler() -> Callable[[RendezvousParameters], RendezvousHandler]:

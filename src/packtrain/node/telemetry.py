@@ -29,27 +29,27 @@ _CUDA = re.compile(r"^cuda\b[^=\n]*=\s*['\"]([^'\"]+)['\"]", re.MULTILINE)
 def machine_facts() -> MachineFacts:
     """Return what this machine is, and the versions of what trains on it."""
     gpus = GpuSampler()
-    found = _PROCESSOR.search(_text(Path("/proc/cpuinfo")))
+    processor = _PROCESSOR.search(_text(Path("/proc/cpuinfo")))
     return MachineFacts(
         system=f"{platform.system()} {platform.release()}, {platform.machine()}"[:200],
-        processor=(found[1].strip() if found else platform.processor())[:200],
+        processor=(processor[1].strip() if processor else platform.processor())[:200],
         cores=usable_cores(),
         memory_bytes=psutil.virtual_memory().total,
-        gpus=tuple(GpuModel(one.name[:200], one.memory_bytes) for one in gpus.sample()),
+        gpus=tuple(GpuModel(gpu.name[:200], gpu.memory_bytes) for gpu in gpus.sample()),
         versions={name: text[:200] for name, text in {**_versions(), "driver": gpus.driver()}.items() if text},
     )
 
 
 def _versions() -> dict[str, str]:
     """Return the versions of Packtrain, Python, torch and its CUDA; torch is not imported, which would take seconds."""
-    found = {"packtrain": identity(), "python": platform.python_version()}
+    versions = {"packtrain": identity(), "python": platform.python_version()}
     with suppress(PackageNotFoundError):
-        found["torch"] = version("torch")
+        versions["torch"] = version("torch")
     torch = find_spec("torch")
     if torch is not None and torch.origin is not None:
         cuda = _CUDA.search(_text(Path(torch.origin).with_name("version.py")))
-        found["cuda"] = cuda[1] if cuda else ""
-    return found
+        versions["cuda"] = cuda[1] if cuda else ""
+    return versions
 
 
 def _text(path: Path) -> str:
@@ -73,13 +73,13 @@ class TelemetrySampler:
         self._launcher, self._workers = launcher, {}
 
     def sample(self) -> Telemetry:
-        memory, traffic, now = psutil.virtual_memory(), _traffic(), time.monotonic()
-        seconds = max(1e-3, now - self._when)
+        memory, traffic, time_now = psutil.virtual_memory(), _traffic(), time.monotonic()
+        seconds = max(1e-3, time_now - self._when)
         # A disk or an interface that was removed takes its count along.
         sent, received, read, written = (
             max(0, count - before) / seconds for count, before in zip(traffic, self._traffic, strict=True)
         )
-        self._traffic, self._when = traffic, now
+        self._traffic, self._when = traffic, time_now
         return Telemetry(
             cpu_fraction=psutil.cpu_percent() / 100,
             memory_fraction=memory.percent / 100,
@@ -108,11 +108,11 @@ class TelemetrySampler:
             try:
                 # The process object is kept: its CPU time is measured from the previous call.
                 if process.pid not in workers:
-                    if (found := rank_of(process)) is None:  # or not yet: it has only just started
+                    if (rank := rank_of(process)) is None:  # or not yet: it has only just started
                         continue
-                    workers[process.pid] = (found, process)
-                rank, known = workers[process.pid]
-                cpu, resident = known.cpu_percent() / 100, known.memory_info().rss
+                    workers[process.pid] = (rank, process)
+                rank, worker = workers[process.pid]
+                cpu, resident = worker.cpu_percent() / 100, worker.memory_info().rss
                 peak = max(resident, _peak_bytes(process.pid))
             except (psutil.Error, OSError, ValueError):
                 continue
@@ -138,8 +138,8 @@ def rank_of(process: psutil.Process) -> int | None:
 def _traffic() -> tuple[int, int, int, int]:
     """Return the bytes that this machine has sent, received, read and written; 0 where the system does not count."""
     counts = psutil.net_io_counters(pernic=True)
-    networks, disk = [counts[name] for name in network_cards(counts)], psutil.disk_io_counters()
-    sent, received = sum(one.bytes_sent for one in networks), sum(one.bytes_recv for one in networks)
+    cards, disk = [counts[name] for name in network_cards(counts)], psutil.disk_io_counters()
+    sent, received = sum(card.bytes_sent for card in cards), sum(card.bytes_recv for card in cards)
     return sent, received, *((disk.read_bytes, disk.write_bytes) if disk else (0, 0))  # None in some containers
 
 
@@ -162,8 +162,8 @@ def _peak_bytes(process: int) -> int:
         status = Path(f"/proc/{process}/status").read_text("utf-8")  # Linux only
     except OSError:
         return 0
-    found = _PEAK.search(status)
-    return int(found[1]) << 10 if found else 0
+    peak = _PEAK.search(status)
+    return int(peak[1]) << 10 if peak else 0
 
 
 class GpuSampler:
@@ -185,33 +185,33 @@ class GpuSampler:
 
     def identifiers(self) -> list[str]:
         """Return the UUIDs of all GPUs; of one that is divided, those of its parts."""
-        return [name for handle in self._handles for name in self._parts(handle) or [self._uuid(handle)]]
+        return [name for handle in self._handles for name in self._part_uuids(handle) or [self._uuid(handle)]]
 
-    def _parts(self, handle: Any) -> list[str]:
+    def _part_uuids(self, handle: Any) -> list[str]:
         nvml = self._nvml
-        parts = []
+        uuids = []
         if self._ask(lambda: nvml.nvmlDeviceGetMigMode(handle)[0], 0):
             for index in range(self._ask(lambda: nvml.nvmlDeviceGetMaxMigDeviceCount(handle), 0)):
-                part = self._ask(partial(nvml.nvmlDeviceGetMigDeviceHandleByIndex, handle, index), None)
-                if part is not None:
-                    parts.append(self._uuid(part))
-        return parts
+                device = self._ask(partial(nvml.nvmlDeviceGetMigDeviceHandleByIndex, handle, index), None)
+                if device is not None:
+                    uuids.append(self._uuid(device))
+        return uuids
 
     def _uuid(self, handle: Any) -> str:
-        found = self._ask(lambda: self._nvml.nvmlDeviceGetUUID(handle), "")
-        return found.decode() if isinstance(found, bytes) else str(found)
+        uuid = self._ask(lambda: self._nvml.nvmlDeviceGetUUID(handle), "")
+        return uuid.decode() if isinstance(uuid, bytes) else str(uuid)
 
     def sample(self) -> tuple[Gpu, ...]:
-        return tuple(self._one(handle) for handle in self._handles)
+        return tuple(self._sample_of(handle) for handle in self._handles)
 
     def driver(self) -> str:
         """Return the version of the driver; "" if there is none."""
         if self._nvml is None:
             return ""
-        found = self._ask(self._nvml.nvmlSystemGetDriverVersion, "")
-        return found.decode() if isinstance(found, bytes) else str(found)
+        version = self._ask(self._nvml.nvmlSystemGetDriverVersion, "")
+        return version.decode() if isinstance(version, bytes) else str(version)
 
-    def _one(self, handle: Any) -> Gpu:
+    def _sample_of(self, handle: Any) -> Gpu:
         nvml = self._nvml
         name = self._ask(lambda: nvml.nvmlDeviceGetName(handle), "")
         memory = self._ask(lambda: nvml.nvmlDeviceGetMemoryInfo(handle), None)
@@ -232,18 +232,18 @@ class GpuSampler:
             return otherwise
 
 
-def visible_gpus(given: str | None, present: Sequence[str]) -> list[str]:
+def visible_gpus(setting: str | None, present: Sequence[str]) -> list[str]:
     """Return the GPUs that workers may use, by CUDA_VISIBLE_DEVICES: numbers or UUIDs, up to the first that is none."""
-    if given is None:
+    if setting is None:
         return list(present)
     visible = []
-    for word in (word.strip() for word in given.split(",")):
-        found = [one for one in present if word and one.startswith(word)]
+    for word in (word.strip() for word in setting.split(",")):
+        matches = [identifier for identifier in present if word and identifier.startswith(word)]
         if word.isdecimal() and int(word) < len(present):
-            found = [present[int(word)]]
-        if len(found) != 1:
+            matches = [present[int(word)]]
+        if len(matches) != 1:
             break
-        visible.append(found[0])
+        visible.append(matches[0])
     return visible
 
 

@@ -55,7 +55,7 @@ class FileTail:
     rank: int | None
     stream: Literal["out", "err"]
     offset: int = 0
-    rest: bytes = b""
+    unfinished: bytes = b""
 
     def lines(self, is_complete: bool) -> Iterator[str]:
         """Yield new lines, and if the file is complete, a last one without a newline."""
@@ -63,12 +63,12 @@ class FileTail:
             file.seek(self.offset)
             data = file.read()
         self.offset += len(data)
-        *whole, self.rest = (self.rest + data).split(b"\n")
-        if is_complete and self.rest:
-            whole, self.rest = [*whole, self.rest], b""
+        *lines, self.unfinished = (self.unfinished + data).split(b"\n")
+        if is_complete and self.unfinished:
+            lines, self.unfinished = [*lines, self.unfinished], b""
         # A progress bar rewrites its line: only its last state is kept. It may be days until the line ends.
-        self.rest = self.rest[self.rest.rstrip(b"\r").rfind(b"\r") + 1 :]
-        for line in whole:
+        self.unfinished = self.unfinished[self.unfinished.rstrip(b"\r").rfind(b"\r") + 1 :]
+        for line in lines:
             yield line.rstrip(b"\r").rpartition(b"\r")[2].decode(errors="replace")[:_MAX_LINE]
 
 
@@ -163,7 +163,7 @@ class WorkerGroup:
         rank: int,
         home: Path,
         logs: ChunkWriter[LogLine],
-        now: float,
+        began: float,
         echo: Callable[[LogLine], None],
     ) -> WorkerGroup:
         """Make the directories; nothing is started yet."""
@@ -172,7 +172,7 @@ class WorkerGroup:
         directories.logs.mkdir(parents=True, exist_ok=True)
         first_rank = sum(member.workers for member in generation.members[:rank])
         shipper = LogShipper(directories.logs, logs, node, generation.number, first_rank, echo=echo)
-        return cls(generation, rank, directories, shipper, run.job.program is not None, now)
+        return cls(generation, rank, directories, shipper, run.job.program is not None, began)
 
     @property
     def is_first(self) -> bool:
@@ -189,9 +189,9 @@ class WorkerGroup:
             return self.restoring is None or self.restoring.is_done
         return self.launcher.poll() is not None and (self.closing is None or self.closing.is_done)
 
-    def is_under_way(self, now: float) -> bool:
+    def is_under_way(self, time_now: float) -> bool:
         """True once the first step is made. A program does not say when: it gets a fixed time."""
-        return now - self.began > _PROGRAM_SECONDS if self.is_program else self.control.has_stepped()
+        return time_now - self.began > _PROGRAM_SECONDS if self.is_program else self.control.has_stepped()
 
     @property
     def has_settled(self) -> bool:
@@ -227,7 +227,7 @@ class WorkerGroup:
         except OSError as error:  # the disk is full, and has no room even for an empty file
             say(f"warning: cannot tell the workers to stop: {error}")
 
-    def enforce_stop(self, now: float) -> str | None:
+    def enforce_stop(self, time_now: float) -> str | None:
         """Kill workers that take too long; return a warning if work was lost by that."""
         assert self.stop is not None
         assert self.launcher is not None
@@ -235,11 +235,11 @@ class WorkerGroup:
         if self.launcher.has_workers():
             self._alone_since = None
         elif self._alone_since is None:
-            self._alone_since = now
-        elif now - self._alone_since > LAUNCHER_SECONDS:
+            self._alone_since = time_now
+        elif time_now - self._alone_since > LAUNCHER_SECONDS:
             self.launcher.kill()
             return None
-        if now - self.stop.at <= self.stop.grace_seconds:
+        if time_now - self.stop.at <= self.stop.grace_seconds:
             return None
         self.launcher.kill()
         return f"the workers did not stop within {show_seconds(self.stop.grace_seconds)} and were killed"

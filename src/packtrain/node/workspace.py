@@ -90,18 +90,18 @@ class Workspace:
     def _restore(self, listed: Iterable[Output], is_first: bool) -> None:
         """Fetch the outputs of the list; the first machine, whose outputs the run keeps, has no others."""
         # The job is what was trusted: the store may have other names.
-        wanted = {file.name: file for file in listed if self._is_output(file.name)}
-        now = self._outputs_now()
+        listed_files = {file.name: file for file in listed if self._is_output(file.name)}
+        present = self._outputs_now()
         self._kept = {
             name: (state, file)
             for name, (state, file) in self._kept.items()
-            if now.get(name) == state and wanted.get(name) == file
+            if present.get(name) == state and listed_files.get(name) == file
         }
         if is_first:
-            for name in now.keys() - wanted.keys():
+            for name in present.keys() - listed_files.keys():
                 (self._directory / name).unlink(missing_ok=True)
-            self._restore_code(wanted)
-        for name, file in wanted.items():
+            self._restore_code(listed_files)
+        for name, file in listed_files.items():
             if name not in self._kept:
                 self._fetch(file)
         self._only_stored = {file.name: file for file in listed if file.name not in self._kept}
@@ -118,11 +118,11 @@ class Workspace:
         else:
             self._kept[file.name] = (_state(path.stat()), file)
 
-    def _restore_code(self, wanted: Collection[str]) -> None:
+    def _restore_code(self, restored: Collection[str]) -> None:
         """Write the files of the code among the outputs again that this machine's program has changed or deleted."""
-        code = {name: state for name, state in self._before.items() if self._is_output(name) and name not in wanted}
-        now = fingerprint(self._directory) if code else {}
-        changed = {name for name, state in code.items() if now.get(name) != state}
+        code = {name: state for name, state in self._before.items() if self._is_output(name) and name not in restored}
+        present = fingerprint(self._directory) if code else {}
+        changed = {name for name, state in code.items() if present.get(name) != state}
         for file in files_of(self._run.code) if changed else ():
             if file.name in changed:
                 path = _make_room(self._directory, file.name)
@@ -148,17 +148,17 @@ class Workspace:
             return
         with self._using:
             self._check_is_current(generation)
-            now = self._outputs_now()
-            if len(now) > MAX_OUTPUTS:
-                self._tell("warning", f"outputs: kept none of {len(now):,} files; the limit is {MAX_OUTPUTS:,}")
+            present = self._outputs_now()
+            if len(present) > MAX_OUTPUTS:
+                self._tell("warning", f"outputs: kept none of {len(present):,} files; the limit is {MAX_OUTPUTS:,}")
                 return
-            changed = [name for name, state in now.items() if name not in self._kept or self._kept[name][0] != state]
+            changed = [name for name in present if name not in self._kept or self._kept[name][0] != present[name]]
             upload = upload_name(generation)
             if changed:
                 refuse_superseded(self._run, generation, "keeping outputs")
             for name in changed:
-                self._upload(generation, upload, name, now[name])
-            for name in self._kept.keys() - now.keys():
+                self._upload(generation, upload, name, present[name])
+            for name in self._kept.keys() - present.keys():
                 del self._kept[name]
             files = (*self._only_stored.values(), *(file for _, file in self._kept.values()))
             if set(files) != self._listed:
@@ -192,15 +192,15 @@ class Workspace:
         for name, state in fingerprint(self._directory).items():
             if self._before.get(name) != state and not self._is_output(name) and _CACHES not in name.split("/"):
                 sizes[_top_in(self._run.job.directory, name)].append(state[0])
-        new = sorted(sizes.keys() - self._named)
-        if not new:
+        unnamed = sorted(sizes.keys() - self._named)
+        if not unnamed:
             return
-        self._named.update(new)
-        shown = [f"{name} ({counted(len(sizes[name]), 'file')}, {show_bytes(sum(sizes[name]))})" for name in new]
-        more = [f"{len(new) - _NAMED} more"] if len(new) > _NAMED else []
-        possible = [name for name in new if not name.startswith("..")]
+        self._named.update(unnamed)
+        shown = [f"{name} ({counted(len(sizes[name]), 'file')}, {show_bytes(sum(sizes[name]))})" for name in unnamed]
+        ending = [f"{len(unnamed) - _NAMED} more"] if len(unnamed) > _NAMED else []
+        possible = [name for name in unnamed if not name.startswith("..")]
         advice = f"; add `outputs: [{', '.join(possible[:_NAMED])}]` to the job to keep it" if possible else ""
-        self._tell("warning", f"not kept: {', '.join([*shown[:_NAMED], *more])}{advice}")
+        self._tell("warning", f"not kept: {', '.join([*shown[:_NAMED], *ending])}{advice}")
 
     def _outputs_now(self) -> Fingerprint:
         return {
@@ -216,8 +216,8 @@ class Workspace:
 def _top_in(directory: str, name: str) -> str:
     """Return a file's folder or its own name as a program sees it that runs in this directory: `out/`, `../data/`."""
     is_inside = PurePosixPath(name).is_relative_to(directory)
-    seen = str(PurePosixPath(name).relative_to(directory)) if is_inside else name
-    top, slash, _ = seen.partition("/")
+    path = str(PurePosixPath(name).relative_to(directory)) if is_inside else name
+    top, slash, _ = path.partition("/")
     return (top if is_inside else os.path.relpath(top, directory)) + slash
 
 
@@ -245,22 +245,22 @@ def visible(origin: CodeOrigin | None) -> Path | None:
         return None
 
 
-def link_missing(source: Path, copy: Path, own: Collection[str], place: PurePosixPath = PurePosixPath()) -> None:
+def link_missing(source: Path, copy: Path, excluded: Collection[str], place: PurePosixPath = PurePosixPath()) -> None:
     """Link every entry of `source` that `copy` does not have, except paths that are the run's `own`."""
     for entry in _entries(source):
         path, target = place / entry.name, copy / entry.name
-        if str(path) in own or entry.name == _CACHES:
+        if str(path) in excluded or entry.name == _CACHES:
             continue
         if entry.is_dir(follow_symlinks=False) and target.is_dir():
-            link_missing(source / entry.name, target, own, path)
+            link_missing(source / entry.name, target, excluded, path)
         elif not target.exists():
             target.symlink_to(source / entry.name)
 
 
 def _entries(directory: Path) -> Iterable[os.DirEntry[str]]:
     try:
-        with os.scandir(directory) as found:
-            return list(found)
+        with os.scandir(directory) as entries:
+            return list(entries)
     except PermissionError:  # what this person may not read, the program could not read there either
         return []
 
@@ -271,12 +271,12 @@ def _state(status: os.stat_result) -> FileState:
 
 def fingerprint(directory: Path) -> Fingerprint:
     """Return size and time of every regular file whose name a store can hold."""
-    found: Fingerprint = {}
+    states: Fingerprint = {}
     for path in sorted(directory.rglob("*")):
         name = str(path.relative_to(directory))
         try:
             if path.is_file() and not path.is_symlink() and is_key(f"{_FOLDER}/{name}"):
-                found[name] = _state(path.stat())
+                states[name] = _state(path.stat())
         except FileNotFoundError:
             continue
-    return found
+    return states

@@ -47,9 +47,9 @@ class Clock:
 
     def mark(self, span: str) -> None:
         """Attribute the time since the last mark to `span`."""
-        moment = time.perf_counter()
-        self._spans[span] += moment - self._last
-        self._last = moment
+        time_now = time.perf_counter()
+        self._spans[span] += time_now - self._last
+        self._last = time_now
 
     def add(self, span: str, seconds: float) -> None:
         """Attribute time from before this clock existed."""
