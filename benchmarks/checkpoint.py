@@ -86,7 +86,7 @@ def stalls(megabytes: float, rounds: int, directory: Path) -> dict[str, list[flo
         tick()
         compute(model)
         tick()
-        copies.wait()
+        copies.result()
         tick()
         place = directory / f"save-{number}"
         place.mkdir()

@@ -223,9 +223,9 @@ def test_the_memory_of_a_committed_snapshot_is_reused(directory_store: Store) ->
     saving = Saving(new_run(directory_store))
     weights = {"model": {"weight": torch.arange(4.0)}}
     first = saving.copier.begin(weights)
-    saving.committer.add(replace(a_snapshot(1), copies=first), None)
+    saving.committer.add(replace(a_snapshot(1), tensors=first), None)
     saving.committer.close()
-    assert saving.copier.begin(weights).wait()["model"]["weight"] is first.wait()["model"]["weight"]
+    assert saving.copier.begin(weights).result()["model"]["weight"] is first.result()["model"]["weight"]
 
 
 # Every rank saves a part.
@@ -241,7 +241,7 @@ class Rank(World):
     def tell(self, subject: str, text: str) -> None:
         self._everything_told[subject] = text
 
-    def told(self, subject: str) -> bytes | None:
+    def heard(self, subject: str) -> bytes | None:
         return self._everything_told[subject].encode() if subject in self._everything_told else None
 
 

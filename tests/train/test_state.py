@@ -71,7 +71,7 @@ def test_a_snapshot_is_consistent_although_it_is_copied_during_the_next_step() -
     engine, copier, held = tiny_engine(AVERAGED), SnapshotCopier(), threading.Event()
     step(engine, range(3))
     expected = {
-        name: {key: it.clone() for key, it in part.items()} for name, part in taken(engine).copies.wait().items()
+        name: {key: it.clone() for key, it in part.items()} for name, part in taken(engine).tensors.result().items()
     }
     copier._thread.submit(held.wait)
     snapshot = taken(engine, copier=copier)
@@ -80,12 +80,12 @@ def test_a_snapshot_is_consistent_although_it_is_copied_during_the_next_step() -
     def let_copy() -> None:
         assert not torch.equal(engine.model.get_buffer("mean"), statistic), "the next step is at work"
         held.set()
-        snapshot.copies.wait()
+        snapshot.tensors.result()
 
     engine.before_update = let_copy
     step(engine, range(3, 4))
     assert held.is_set()
-    for name, part in snapshot.copies.wait().items():
+    for name, part in snapshot.tensors.result().items():
         for key, tensor in part.items():
             assert torch.equal(tensor, expected[name][key]), f"{name} {key}"
 
@@ -95,7 +95,7 @@ def test_a_state_consists_of_safetensors_and_json_only(tmp_path: Path) -> None:
     assert files.keys() == {STATE_FILE, MODEL_FILE, OPTIMIZER_FILE, EMA_FILE}
     assert json.loads(files[STATE_FILE].read_text())["progress"]["step"] == 7
     without = taken(tiny_engine())
-    assert EMA_FILE not in without.copies.wait()
+    assert EMA_FILE not in without.tensors.result()
 
 
 @pytest.mark.parametrize(
@@ -192,7 +192,7 @@ def test_tensors_copied_at_once_may_change_immediately() -> None:
     statistic, weight = torch.zeros(3), torch.ones(3)
     copies = SnapshotCopier().begin({"model": {"statistic": statistic, "weight": weight}}, {("model", "statistic")})
     statistic += 1
-    copied = copies.wait()["model"]
+    copied = copies.result()["model"]
     weight += 1
     assert copied["statistic"].tolist() == [0, 0, 0]
     assert copied["weight"].tolist() == [1, 1, 1]
@@ -203,8 +203,8 @@ def test_only_returned_memory_is_reused() -> None:
     first = copier.begin(weights)
     copier.give_back(first)
     weights["model"]["weight"] += 1
-    second, third = copier.begin(weights).wait(), copier.begin(weights).wait()
-    assert second["model"]["weight"] is first.wait()["model"]["weight"]
+    second, third = copier.begin(weights).result(), copier.begin(weights).result()
+    assert second["model"]["weight"] is first.result()["model"]["weight"]
     assert third["model"]["weight"] is not second["model"]["weight"]
     assert second["model"]["weight"].tolist() == [1, 2, 3, 4]
 
@@ -213,7 +213,7 @@ def test_a_tensor_of_another_shape_gets_new_memory() -> None:
     copier = SnapshotCopier()
     copier.give_back(copier.begin({"model": {"weight": torch.zeros(4)}}))
     files = {"model": {"weight": torch.ones(5), "bias": torch.ones(1)}, "other": {"x": torch.ones(2)}}
-    copied = copier.begin(files).wait()
+    copied = copier.begin(files).result()
     assert {name: len(it) for part in copied.values() for name, it in part.items()} == {"weight": 5, "bias": 1, "x": 2}
 
 
@@ -223,6 +223,6 @@ def test_copies_keep_their_dtype_and_need_no_gradient() -> None:
         "count": torch.tensor(3),
         "weight": torch.nn.Parameter(torch.ones(2)),
     }
-    copied = SnapshotCopier().begin({"model": tensors}).wait()["model"]
+    copied = SnapshotCopier().begin({"model": tensors}).result()["model"]
     assert [tensor.dtype for tensor in copied.values()] == [torch.float16, torch.int64, torch.float32]
     assert not copied["weight"].requires_grad

@@ -251,7 +251,7 @@ class OptimizerKind(Part):
     decay: NotNegative = 0.0
 
     @property
-    def copies(self) -> int:
+    def state_tensors(self) -> int:
         """The number of tensors in its state for each weight, of the same shape."""
         return 0
 
@@ -274,7 +274,7 @@ class ExchangeKind(Part):
     harmless = frozenset()
 
     @property
-    def copies(self) -> int:
+    def weight_copies(self) -> int:
         """The number of further copies of the weights that a rank holds."""
         return 0
 

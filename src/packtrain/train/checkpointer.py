@@ -96,7 +96,14 @@ class Checkpointer:
         """
         directory = self._directory / "restored"
         directory.mkdir(exist_ok=True)
-        newest = fetch_newest(self._run, directory, self._warn, self._check) if self._world.is_first else None
+        newest: Checkpoint | None = None
+        if self._world.is_first:
+            newest = fetch_newest(
+                self._run,
+                directory,
+                lambda text: self._recorder.event("warning", text),
+                lambda path: check(self._engine, path, self._description(Progress())),
+            )
         # All ranks load what the first one found: if each listed by itself, a commit in between would divide them.
         name = self._world.share(newest.name.encode() if newest else b"").decode()
         if not name:
@@ -141,12 +148,6 @@ class Checkpointer:
         if self._world.is_first:
             self._recorder.event("restored", f"started from {parent.in_words}: {fitting.fit.in_words}")
 
-    def _warn(self, text: str) -> None:
-        self._recorder.event("warning", text)
-
-    def _check(self, directory: Path) -> None:
-        check(self._engine, directory, self._description(Progress()))
-
     def is_due(self, elapsed_seconds: float) -> bool:
         """True if the first rank wants a save, where the job leaves the interval to it."""
         if self._settings.every != "auto" or not self._world.is_first:
@@ -171,7 +172,7 @@ class Checkpointer:
         """Wait until the last snapshot is complete: after this the weights may change."""
         if self._copying is not None:
             started = time.monotonic()
-            self._copying.copies.wait()
+            self._copying.tensors.result()
             self._copying = None
             self._engine.clock.mark("save")
             self._stall_seconds += time.monotonic() - started
@@ -252,7 +253,7 @@ class BackgroundCommitter:
             for scored in self._waiting:
                 if scored is not best:
                     self._report(scored.snapshot, PartReport(failure="a newer state replaced it"))
-                    self._copier.give_back(scored.snapshot.copies)
+                    self._copier.give_back(scored.snapshot.tensors)
             self._waiting = [*(scored for scored in self._waiting if scored is best), newest]
             self._changed.notify_all()
 
@@ -284,7 +285,7 @@ class BackgroundCommitter:
                     return
                 scored = self._waiting.pop(0)
             self._commit_or_warn(scored)
-            self._copier.give_back(scored.snapshot.copies)  # the next copy reuses the memory
+            self._copier.give_back(scored.snapshot.tensors)  # the next copy reuses the memory
 
     def _commit_or_warn(self, scored: Scored) -> None:
         """Commit, or warn and let training continue: the last good checkpoint is still there.

@@ -141,7 +141,9 @@ class Engine:
         self.before_update()  # waits until the last snapshot is copied: the weights change next
         norm, skipped = self._update(progress, total)
         self.gradient_sync.after_update(progress.step + 1, last)
-        self._update_ema(progress.step, last)
+        sync = self.gradient_sync
+        if self.ema is not None and (sync.is_common(progress.step + 1) or last):  # else there are no weights to average
+            self.ema.update(progress.step, sync.steps_since_common(progress.step), sync.common_weights)
         self.clock.mark("optimizer")
         return StepResult(total, rate, norm, skipped)
 
@@ -223,12 +225,6 @@ class Engine:
         # A loss may overflow fp16 as a gradient does, and is infinite then; one that is NaN is wrong.
         if wrong or scale.exhausted:
             raise NonFinite(f"the {'loss' if infinite or wrong else 'gradient'} of step {step} is not finite")
-
-    def _update_ema(self, step: int, last: bool) -> None:
-        """Update the EMA where all ranks have weights in common."""
-        sync = self.gradient_sync
-        if self.ema is not None and (sync.is_common(step + 1) or last):
-            self.ema.update(step, sync.steps_since_common(step), sync.common_weights)
 
     def loss_of(self, model: nn.Module, batch: Batch) -> float:
         """Return the loss of a batch, to find out what is wrong with it. Nothing is communicated or changed."""

@@ -40,7 +40,7 @@ class LocalStepsSettings(ExchangeKind):
     fragments: Ordinal = 1
 
     @property
-    def copies(self) -> int:
+    def weight_copies(self) -> int:
         # The common weights and their momentum, the weights before the overlap, what rounding took.
         return 2 + (self.overlap is not None) + (self.compress != "no")
 

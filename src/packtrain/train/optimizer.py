@@ -23,18 +23,25 @@ _COUNTER = "step"  # the entry of an optimizer's state that is a number and not 
 # The learning rate is 0 here: the schedule sets it before every step.
 
 
-class SgdSettings(OptimizerKind):
-    harmless = frozenset({"momentum", "nesterov"})
+class _MomentumKind(OptimizerKind):
+    """One tensor of state for each weight, with a momentum."""
+
+    harmless = frozenset({"momentum"})
+
+    momentum: Fraction = 0.9
+
+    @property
+    def state_tensors(self) -> int:
+        return 1 if self.momentum else 0
+
+
+class SgdSettings(_MomentumKind):
+    harmless = frozenset({"nesterov"})
     model_config = rules_in_schema(
         {"if": is_true("nesterov"), "then": {"properties": {"momentum": {"exclusiveMinimum": 0}}}}
     )
 
-    momentum: Fraction = 0.9
     nesterov: Boolean = False
-
-    @property
-    def copies(self) -> int:
-        return 1 if self.momentum else 0
 
     def faults(self) -> Iterator[tuple[Location, str]]:
         if self.nesterov and not self.momentum:
@@ -52,54 +59,12 @@ class SgdSettings(OptimizerKind):
         return torch.optim.SGD(groups, lr=0.0, momentum=self.momentum, nesterov=self.nesterov, fused=True)
 
 
-class AdamSettings(OptimizerKind):
-    """Adam, which adds the decay to the gradient."""
-
-    harmless = frozenset({"betas", "epsilon"})
-
-    betas: tuple[Fraction, Fraction] = (0.9, 0.997)
-    epsilon: Positive = 1e-9
-
-    @property
-    def copies(self) -> int:
-        return 2
-
-    def build(self, model: nn.Module) -> torch.optim.Optimizer:
-        import torch
-
-        return torch.optim.Adam(_groups(model, self.decay), lr=0.0, betas=self.betas, eps=self.epsilon, fused=True)
-
-
-class AdamWSettings(OptimizerKind):
-    """AdamW, which subtracts the decay from the weights."""
-
-    harmless = frozenset({"betas", "epsilon"})
-
-    betas: tuple[Fraction, Fraction] = (0.9, 0.999)
-    epsilon: Positive = 1e-8
-    decay: NotNegative = 0.01
-
-    @property
-    def copies(self) -> int:
-        return 2
-
-    def build(self, model: nn.Module) -> torch.optim.Optimizer:
-        import torch
-
-        return torch.optim.AdamW(_groups(model, self.decay), lr=0.0, betas=self.betas, eps=self.epsilon, fused=True)
-
-
-class LarsSettings(OptimizerKind):
+class LarsSettings(_MomentumKind):
     """SGD for large batches of images: each layer steps in proportion to the norm of its weights."""
 
-    harmless = frozenset({"momentum", "trust"})
+    harmless = frozenset({"trust"})
 
-    momentum: Fraction = 0.9
     trust: Positive = 0.001
-
-    @property
-    def copies(self) -> int:
-        return 1 if self.momentum else 0
 
     def build(self, model: nn.Module) -> torch.optim.Optimizer:
         from packtrain.train.shard_optimizers import Lars
@@ -107,18 +72,47 @@ class LarsSettings(OptimizerKind):
         return Lars(_groups(model, self.decay, scaled=True), self.momentum, self.trust)
 
 
-class LambSettings(OptimizerKind):
-    """AdamW for large batches: each layer steps in proportion to the norm of its weights."""
+class _MeansKind(OptimizerKind):
+    """Running means of gradients and of their squares: two tensors of state for each weight."""
 
     harmless = frozenset({"betas", "epsilon"})
 
     betas: tuple[Fraction, Fraction] = (0.9, 0.999)
-    epsilon: Positive = 1e-6
-    decay: NotNegative = 0.01
+    epsilon: Positive = 1e-8
 
     @property
-    def copies(self) -> int:
+    def state_tensors(self) -> int:
         return 2
+
+
+class AdamSettings(_MeansKind):
+    """Adam, which adds the decay to the gradient."""
+
+    betas: tuple[Fraction, Fraction] = (0.9, 0.997)
+    epsilon: Positive = 1e-9
+
+    def build(self, model: nn.Module) -> torch.optim.Optimizer:
+        import torch
+
+        return torch.optim.Adam(_groups(model, self.decay), lr=0.0, betas=self.betas, eps=self.epsilon, fused=True)
+
+
+class AdamWSettings(_MeansKind):
+    """AdamW, which subtracts the decay from the weights."""
+
+    decay: NotNegative = 0.01
+
+    def build(self, model: nn.Module) -> torch.optim.Optimizer:
+        import torch
+
+        return torch.optim.AdamW(_groups(model, self.decay), lr=0.0, betas=self.betas, eps=self.epsilon, fused=True)
+
+
+class LambSettings(_MeansKind):
+    """AdamW for large batches: each layer steps in proportion to the norm of its weights."""
+
+    epsilon: Positive = 1e-6
+    decay: NotNegative = 0.01
 
     def build(self, model: nn.Module) -> torch.optim.Optimizer:
         from packtrain.train.shard_optimizers import Lamb

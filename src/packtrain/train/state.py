@@ -43,17 +43,6 @@ class Description:
 Files = dict[str, dict[str, Tensor]]
 
 
-class TensorCopies:
-    """Tensors that are being copied, or have been."""
-
-    def __init__(self, tensors: Files, finished: Future[None]) -> None:
-        self._tensors, self._done = tensors, finished
-
-    def wait(self) -> Files:
-        self._done.result()
-        return self._tensors
-
-
 class SnapshotCopier:
     """Copies tensors in a thread, so that training continues meanwhile.
 
@@ -67,59 +56,49 @@ class SnapshotCopier:
 
     def begin(
         self, files: Mapping[str, Mapping[str, Tensor]], at_once: Collection[tuple[str, str]] = ()
-    ) -> TensorCopies:
+    ) -> Future[Files]:
         """Start to copy; until it is done, only what `at_once` names by file and tensor may change."""
         spare = self._spare.pop() if self._spare else {}
-        copies = {
-            file: {name: _room_for(tensor, spare.get(file, {}).get(name)) for name, tensor in tensors.items()}
-            for file, tensors in files.items()
-        }
-        pairs = {
-            (file, name): (copies[file][name], tensor.detach())
-            for file, tensors in files.items()
-            for name, tensor in tensors.items()
-        }
-        _copy([pairs.pop(key) for key in at_once])
-        later_pairs = list(pairs.values())
-        return TensorCopies(copies, self._thread.submit(self._copy_after, later_pairs, _queue_position(later_pairs)))
+        copies: Files = {file: {} for file in files}
+        pairs: dict[tuple[str, str], tuple[Tensor, Tensor]] = {}
+        for file, tensors in files.items():
+            for name, tensor in tensors.items():
+                copy = spare.get(file, {}).get(name)
+                if copy is None or copy.shape != tensor.shape or copy.dtype != tensor.dtype:
+                    # Pinned for those of a GPU, which then are copied asynchronously.
+                    copy = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=tensor.is_cuda)
+                copies[file][name] = copy
+                pairs[file, name] = copy, tensor.detach()
+        for key in at_once:
+            copy, tensor = pairs.pop(key)
+            copy.copy_(tensor)
+        device = next((tensor.device for _, tensor in pairs.values() if tensor.is_cuda), None)
+        # Work that is queued on a GPU by now may still write what is copied.
+        queued = None if device is None else torch.cuda.current_stream(device).record_event()
+        return self._thread.submit(self._copy_after, copies, list(pairs.values()), queued)
 
-    def _copy_after(self, pairs: list[tuple[Tensor, Tensor]], after: torch.cuda.Event | None) -> None:
-        if after is None:
-            _copy(pairs)
-            return
+    def _copy_after(self, copies: Files, pairs: list[tuple[Tensor, Tensor]], queued: torch.cuda.Event | None) -> Files:
+        if queued is None:
+            for copy, tensor in pairs:
+                copy.copy_(tensor)
+            return copies
         # On a stream of its own, so that the copy runs beside the next step instead of before it; always the same, for
         # torch has few and would soon give one that others use.
         if self._stream is None:
-            self._stream = torch.cuda.Stream(after.device)
-        self._stream.wait_event(after)
+            self._stream = torch.cuda.Stream(queued.device)
+        self._stream.wait_event(queued)
         with torch.cuda.stream(self._stream):
             for copy, tensor in pairs:
                 copy.copy_(tensor, non_blocking=True)
         self._stream.synchronize()
+        return copies
 
-    def give_back(self, copies: TensorCopies) -> None:
-        """Return the memory of copies that are no longer needed."""
-        self._spare.append(copies.wait())
+    def give_back(self, copies: Future[Files]) -> None:
+        """Return the memory of copies that nobody needs anymore."""
+        self._spare.append(copies.result())
 
     def close(self) -> None:
         self._thread.shutdown(wait=False)
-
-
-def _room_for(tensor: Tensor, spare: Tensor | None) -> Tensor:
-    if spare is not None and spare.shape == tensor.shape and spare.dtype == tensor.dtype:
-        return spare
-    return torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=tensor.is_cuda)  # pinned: copied asynchronously
-
-
-def _copy(pairs: list[tuple[Tensor, Tensor]]) -> None:
-    for copy, tensor in pairs:
-        copy.copy_(tensor)
-
-
-def _queue_position(pairs: list[tuple[Tensor, Tensor]]) -> torch.cuda.Event | None:
-    """Return an event after everything queued on the GPU: that work may still write what is copied."""
-    device = next((tensor.device for _, tensor in pairs if tensor.is_cuda), None)
-    return None if device is None else torch.cuda.current_stream(device).record_event()
 
 
 @dataclass(frozen=True)
@@ -133,10 +112,10 @@ class SnapshotPart:
 
 @dataclass(frozen=True)
 class Snapshot:
-    """Everything as it was between two steps, or one rank's part of it; `copies` may still be in progress."""
+    """Everything as it was between two steps, or one rank's part of it; `tensors` may still be on their way."""
 
     description: Description
-    copies: TensorCopies
+    tensors: Future[Files]
     rank_part: SnapshotPart | None = None
 
     @property
@@ -149,7 +128,7 @@ class Snapshot:
             files[STATE_FILE] = directory / STATE_FILE
             files[STATE_FILE].write_text(json.dumps(asdict(self.description), indent=1), "utf-8")
         # Waits for the copy, in the committer's thread: the training loop does not.
-        for name, tensors in self.copies.wait().items():
+        for name, tensors in self.tensors.result().items():
             files[name] = directory / name
             save_tensors(files[name], tensors, {} if self.rank_part is None else self.rank_part.rows[name])
         return files

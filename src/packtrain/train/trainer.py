@@ -64,7 +64,7 @@ class PendingStep:
 
 @dataclass(frozen=True)
 class Due:
-    """What comes after a step, equal on all ranks. It stays due until the ranks have weights in common."""
+    """The work that is due after a step, equal on all ranks. It stays due until they have weights in common."""
 
     evaluate: bool = False
     save: bool = False
@@ -308,7 +308,8 @@ class Trainer:
         with self._named_samples(batch):
             result = self._engine.step(before, sent.receive(), batch.cost, batch.own_cost, last)
         feed.send_ahead()
-        self._progress = replace(after, seconds=self._elapsed_seconds())
+        # The time spent on the run by this generation and by those that it continues.
+        self._progress = replace(after, seconds=self._restored_seconds + time.monotonic() - self._started)
         communication, seconds = self._clock.spent("communication"), self._clock.take()
         sync = StepSync(
             self._world,
@@ -466,10 +467,6 @@ class Trainer:
         samples, counts = (scores.samples, scores.counts) if scores else ((), {})
         point = Point(kind, self._generation, step, time.time(), values, samples, counts)  # type: ignore[arg-type]
         self._recorder.point(point)
-
-    def _elapsed_seconds(self) -> float:
-        """Return the time spent on the run by this generation and by those it continues."""
-        return self._restored_seconds + time.monotonic() - self._started
 
     def _used_seconds(self) -> float:
         """Return the time that the run took, with its startup and with what failed generations lost."""

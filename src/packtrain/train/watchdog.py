@@ -85,11 +85,7 @@ class Watchdog:
         """Let steps that compile take longer: a new size of batch or image may come at any step."""
         from torch._dynamo.callback import callback_handler
 
-        def begin(_: object) -> None:
-            self._begin_excuse()
-
-        def end(_: object) -> None:
-            self._end_excuse()
+        begin, end = self._begin_excuse, self._end_excuse
 
         def forget() -> None:
             callback_handler.remove_start_callback(begin)
@@ -108,10 +104,10 @@ class Watchdog:
         finally:
             self._end_excuse()
 
-    def _begin_excuse(self) -> None:
+    def _begin_excuse(self, _: object = None) -> None:
         self._excused_since = time.monotonic()
 
-    def _end_excuse(self) -> None:
+    def _end_excuse(self, _: object = None) -> None:
         since, phase, self._excused_since = self._excused_since, self._phase, None
         if since is not None and phase is not None:  # as if it had not been: the phase is compared with others
             kind, name, began, deadline = phase
