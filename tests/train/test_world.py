@@ -13,7 +13,6 @@ from torch._C._distributed_c10d import FileStore
 from packtrain.errors import PacktrainError
 from packtrain.node.causes import is_consequence
 from packtrain.train.world import (
-    DataBarrier,
     StopRequested,
     WorkerFacts,
     World,
@@ -21,6 +20,7 @@ from packtrain.train.world import (
     backend_of,
     gpu_addresses,
     misfits,
+    pass_data_barrier,
 )
 from train.forking import WorkerForker
 
@@ -97,16 +97,16 @@ class Others(World):
 
 @pytest.mark.parametrize("stop", [False, True])
 def test_ranks_that_all_have_data_pass_the_barrier_even_during_a_stop(stop: bool) -> None:
-    assert DataBarrier(World(), lambda: stop).all_ready(ready=True)
-    assert DataBarrier(Others(lacks=False, stops=stop), lambda: False).all_ready(ready=True)
+    assert pass_data_barrier(World(), True, stop)
+    assert pass_data_barrier(Others(lacks=False, stops=stop), True, False)
 
 
 @pytest.mark.parametrize(("ready", "lacks"), [(False, False), (True, True), (False, True)])
 def test_if_one_rank_lacks_data_all_wait_and_leave_together_for_a_stop(ready: bool, lacks: bool) -> None:
-    assert not DataBarrier(Others(lacks, stops=False), lambda: False).all_ready(ready)
+    assert not pass_data_barrier(Others(lacks, stops=False), ready, False)
     for here, there in ((True, False), (False, True)):
         with pytest.raises(StopRequested):
-            DataBarrier(Others(lacks, stops=there), lambda here=here: here).all_ready(ready)  # type: ignore[misc]
+            pass_data_barrier(Others(lacks, stops=there), ready, here)
 
 
 # What workers agree on before they connect.

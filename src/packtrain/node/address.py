@@ -39,7 +39,12 @@ def choose_address(
     if address is not None:
         return _own_number_of(address)
     if interface is not None:
-        return _address_on(interface)
+        interfaces = interface_addresses()
+        if interface not in interfaces:
+            raise Mistake(f"--interface {interface}: no such interface is up; available: {', '.join(interfaces)}")
+        if not interfaces[interface]:
+            raise Mistake(f"--interface {interface}: it has no IPv4 address")
+        return interfaces[interface][0]
     if alone:
         return LOOPBACK
     outward = [
@@ -70,7 +75,11 @@ def ssh_address(environment: Mapping[str, str]) -> str | None:
 
 def check_private(address: str, public_address: bool) -> None:
     """Refuse an address at which anyone could talk to the workers, or that is none."""
-    if _is_any(address):
+    try:
+        is_any = ipaddress.ip_address(address).is_unspecified  # 0.0.0.0 and ::, which listen on every interface
+    except ValueError:
+        is_any = True
+    if is_any:
         raise Mistake(f"{address!r} is not the address of a machine; name one that other machines can reach")
     if not public_address and not is_private(address):
         raise Mistake(f"{address} is a public address, {_UNPROTECTED}")
@@ -101,14 +110,6 @@ def is_private(address: str) -> bool:
     )
 
 
-def _is_any(address: str) -> bool:
-    """True for 0.0.0.0 and ::, which listen on every interface, and for what is no address at all."""
-    try:
-        return ipaddress.ip_address(address).is_unspecified
-    except ValueError:
-        return True
-
-
 def is_inner_bridge(interface: str, devices: Path = Path("/sys/class/net")) -> bool:
     """True for a bridge without a network card among its ports: for containers and VMs on this machine."""
     ports = devices / interface / "brif"
@@ -137,17 +138,16 @@ def interface_of(address: str) -> str | None:
     return None
 
 
-def _address_on(interface: str) -> str:
-    interfaces = interface_addresses()
-    if interface not in interfaces:
-        raise Mistake(f"--interface {interface}: no such interface is up; available: {', '.join(interfaces)}")
-    if not interfaces[interface]:
-        raise Mistake(f"--interface {interface}: it has no IPv4 address")
-    return interfaces[interface][0]
-
-
 def _own_number_of(address: str) -> str:
-    number = _number_of(address)
+    """Return the number of an address of this machine, which may be given by a name."""
+    try:
+        number = str(ipaddress.ip_address(address))
+    except ValueError:
+        try:
+            number = socket.gethostbyname(address)
+        except OSError:
+            fault = "not an IP address, and the name cannot be resolved"
+            raise Mistake(f"--address {address}: {fault}") from None
     family = socket.AF_INET6 if ":" in number else socket.AF_INET
     try:
         with socket.socket(family, socket.SOCK_DGRAM) as probe:
@@ -156,15 +156,6 @@ def _own_number_of(address: str) -> str:
         usable = ", ".join(number for numbers in interface_addresses().values() for number in numbers)
         raise Mistake(f"--address {address}: not an address of this machine; it has {usable}") from None
     return number
-
-
-def _number_of(address: str) -> str:
-    with suppress(ValueError):
-        return str(ipaddress.ip_address(address))
-    try:
-        return socket.gethostbyname(address)
-    except OSError:
-        raise Mistake(f"--address {address}: not an IP address, and the name cannot be resolved") from None
 
 
 def _routed_to(host: str) -> str | None:

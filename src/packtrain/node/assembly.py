@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Collection, Iterable, Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass, replace
 from itertools import pairwise
 
 from packtrain.errors import Mistake
@@ -50,35 +50,13 @@ QUIET: tuple[Cause, ...] = ("ended", "preempted", "joined")
 # Pure decisions.
 
 
-@dataclass(frozen=True)
-class GenerationStart:
-    """Why a generation starts, and from where. The fields are those of `Generation`."""
-
-    cause: Cause
-    reason: str
-    step: int = 0
-    failed_step: int | None = None
-    used_seconds: float = 0.0
-    seconds_left: float | None = None
-    culprit: str | None = None
-    job: str = ""
-    launches: int = 0
-    restarted: bool = False
-
-
 def excluded(culprits: Sequence[str | None]) -> set[str]:
     """Return the nodes that alone ended two generations in a row, given the node that ended each."""
     return {first for first, second in pairwise(culprits) if first is not None and first == second}
 
 
-def proposal(
-    previous: Generation | None,
-    alive: Sequence[Lease],
-    machines: Machines,
-    start: GenerationStart,
-    excluded: Collection[str] = (),
-) -> Generation | None:
-    """Return the next generation, of the nodes that came first; None while there are not enough machines.
+def chosen(alive: Sequence[Lease], machines: Machines, excluded: Collection[str] = ()) -> list[Lease]:
+    """Return the members of the next generation, the nodes that came first; none while there are too few machines.
 
     Nodes that are `excluded` take part only if there are too few other machines, and so does a second node on one
     machine.
@@ -86,12 +64,8 @@ def proposal(
     staying = sorted((lease for lease in alive if not lease.leaving), key=_by_age)
     trusted = [lease for lease in staying if lease.node not in excluded]
     # With too few others, a machine that failed twice is better than none.
-    chosen = _spread(trusted if _count_machines(trusted) >= machines.least else staying, machines)
-    if len(chosen) < machines.least:
-        return None
-    members = tuple(Member(lease.node, lease.address, lease.workers) for lease in chosen)
-    number = 1 if previous is None else previous.number + 1
-    return Generation(number, members, chosen[0].port, **asdict(start))
+    leases = _spread(trusted if _count_machines(trusted) >= machines.least else staying, machines)
+    return leases if len(leases) >= machines.least else []
 
 
 def newcomer(
@@ -293,15 +267,34 @@ class Assembly:
                 self._verdicts[latest.number] = verdict(tried, ended, step, self._run.job.fleet.failures)
             if (given_up := self._verdicts[latest.number]) is not None:
                 return given_up
+        number, alive = 1 if latest is None else latest.number + 1, self.alive()
         culprit = None if latest is None or ended.cause not in COUNTED else self._culprit(latest, ending)
-        alive = self.alive()
-        if self._is_gathering(1 if latest is None else latest.number + 1, alive, ended):
+        if self._is_gathering(number, alive, ended):
             return None
-        start = replace(self._start_after(ended, step, len(alive)), culprit=culprit)
         culprits = [] if latest is None else self._culprits(latest)
-        proposed = proposal(latest, alive, self._machines, start, excluded([*culprits, culprit]))
+        members = chosen(alive, self._machines, excluded([*culprits, culprit]))
+        if not members:
+            return None
+        leases = {**self.watch.leases, self._name: self._lease.lease}.values()
+        # Durations are compared, never clocks: the node that has counted the longest has missed the least.
+        used = max(self._lease.used_seconds(), *(lease.used_seconds for lease in leases))
+        generation = Generation(
+            number,
+            tuple(Member(lease.node, lease.address, lease.workers) for lease in members),
+            members[0].port,
+            reason_for(ended),
+            step,
+            ended.cause,
+            failed_step=ended.step,
+            used_seconds=used,
+            seconds_left=seconds_left(self._run.job.budget, self._run.job.fleet, leases, used, len(alive)),
+            culprit=culprit,
+            job=self._job,
+            launches=self._run.count_launches(),
+            restarted=ended.restarted,
+        )
         # If another node's proposal wins, the next look finds that one.
-        if proposed is not None and self._run.propose(proposed) and ended.lost is not None and ended is not ending:
+        if self._run.propose(generation) and ended.lost is not None and ended is not ending:
             self._tell("lost", f"{ended.lost} stopped renewing its lease")
         return None
 
@@ -391,24 +384,6 @@ class Assembly:
             return True
         unknown = [node for node in self.watch.leases if not self.watch.alive(node, at) and not self.is_lost(node)]
         return any(node != self._name for node in unknown) and waited < RENEWAL_SECONDS
-
-    def _start_after(self, ended: NodeReport, step: int, count: int) -> GenerationStart:
-        leases = {**self.watch.leases, self._name: self._lease.lease}.values()
-        # Durations are compared, never clocks: the node that has counted the longest has missed the least.
-        used = max(self._lease.used_seconds(), *(lease.used_seconds for lease in leases))
-        budget_seconds = seconds_left(self._run.job.budget, self._run.job.fleet, leases, used, count)
-        launches = self._run.count_launches()
-        return GenerationStart(
-            ended.cause,
-            reason_for(ended),
-            step,
-            ended.step,
-            used,
-            budget_seconds,
-            job=self._job,
-            launches=launches,
-            restarted=ended.restarted,
-        )
 
 
 def seconds_since_first_step(run: Run, generation: int) -> float | None:

@@ -19,7 +19,7 @@ import socket
 import time
 import uuid
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import suppress
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
@@ -68,20 +68,16 @@ class NodeSlot:
         deadline = time.monotonic() + patience
         try:
             nodes_directory().mkdir(parents=True, exist_ok=True)
-            while (held := self._first_free(paths)) is None:
+            while True:
+                for path in paths:
+                    with suppress(BlockingIOError):
+                        self._path, self._lock = path, FileLock(path, wait=False)
+                        return
                 if time.monotonic() >= deadline:
                     raise AlreadyJoined(f"{run.name} already has its node on this machine; nothing was started")
                 time.sleep(_SLOT_POLL_SECONDS)
         except OSError as error:
             raise _no_locks(error) from None
-        self._path, self._lock = held
-
-    @staticmethod
-    def _first_free(paths: Sequence[Path]) -> tuple[Path, FileLock] | None:
-        for path in paths:
-            with suppress(BlockingIOError):
-                return path, FileLock(path, wait=False)
-        return None
 
     def close(self) -> None:
         if self._lock.fileno() >= 0:

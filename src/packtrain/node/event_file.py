@@ -61,7 +61,9 @@ class EventFile:
         from tensorboard.compat.proto.event_pb2 import Event
 
         def is_intact(data: bytes, checksum: int) -> bool:
-            return _masked(google_crc32c.value(data)) == checksum
+            crc: int = google_crc32c.value(data)
+            # Rotated and shifted, since it is itself part of other checksums.
+            return ((crc >> 15 | crc << 17) + 0xA282EAD8) & 0xFFFFFFFF == checksum
 
         while self._offset + _HEAD.size <= size:
             file.seek(self._offset)
@@ -80,11 +82,6 @@ class EventFile:
                     return
                 yield from _scalars(Event, data)
             self._offset = end
-
-
-def _masked(checksum: int) -> int:
-    """Return a checksum as event files have it: rotated and shifted, since it is itself part of other checksums."""
-    return ((checksum >> 15 | checksum << 17) + 0xA282EAD8) & 0xFFFFFFFF
 
 
 def _scalars(kind: Any, data: bytes) -> Iterator[Scalar]:

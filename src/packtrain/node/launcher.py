@@ -262,7 +262,8 @@ class ForkServer:
         if command is not None and self._is_plain:
             work["arguments"] = command_line(command)
             work["workers"] = rank_variables(generation, rank) if self._has_ranks else [{}]
-        if self.process is not None and (self.process.poll() is not None or _is_discarded(self.process)):
+        pipe = None if self.process is None else self.process.stdin
+        if self.process is not None and (self.process.poll() is not None or pipe is None or pipe.closed):
             self.close()  # it died while it waited, or did not answer
         is_new = self.process is None or self._latest is None
         process = self.process = self.process or self._start()
@@ -452,10 +453,6 @@ def _discard(server: subprocess.Popen[bytes]) -> None:
         assert pipe is not None
         with suppress(BrokenPipeError):
             pipe.close()
-
-
-def _is_discarded(server: subprocess.Popen[bytes]) -> bool:
-    return server.stdin is not None and server.stdin.closed
 
 
 def last_output(logs: Path) -> LastOutput:

@@ -247,7 +247,12 @@ def visible(origin: CodeOrigin | None) -> Path | None:
 
 def link_missing(source: Path, copy: Path, excluded: Collection[str], place: PurePosixPath = PurePosixPath()) -> None:
     """Link every entry of `source` that `copy` does not have, except paths that are the run's `own`."""
-    for entry in _entries(source):
+    try:
+        with os.scandir(source) as entries:
+            readable = list(entries)
+    except PermissionError:  # what this person may not read, the program could not read there either
+        return
+    for entry in readable:
         path, target = place / entry.name, copy / entry.name
         if str(path) in excluded or entry.name == _CACHES:
             continue
@@ -255,14 +260,6 @@ def link_missing(source: Path, copy: Path, excluded: Collection[str], place: Pur
             link_missing(source / entry.name, target, excluded, path)
         elif not target.exists():
             target.symlink_to(source / entry.name)
-
-
-def _entries(directory: Path) -> Iterable[os.DirEntry[str]]:
-    try:
-        with os.scandir(directory) as entries:
-            return list(entries)
-    except PermissionError:  # what this person may not read, the program could not read there either
-        return []
 
 
 def _state(status: os.stat_result) -> FileState:

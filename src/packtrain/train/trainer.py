@@ -40,7 +40,7 @@ from packtrain.train.progress import Progress, Recurring, reached
 from packtrain.train.recorder import SPANS, Clock, Recorder, StepProfile, clock_of
 from packtrain.train.transfer import Feed, SentBatch, pinned
 from packtrain.train.watchdog import DATA, Watchdog
-from packtrain.train.world import ENOUGH_BATCHES, DataBarrier, StepSync, StepTotals, StopRequested, World
+from packtrain.train.world import ENOUGH_BATCHES, StepSync, StepTotals, StopRequested, World, pass_data_barrier
 
 _LEAST_HEED_SECONDS = 3.0
 _PROFILED = ("start", "resumed")  # generations that a person started: a failure does not record another trace
@@ -100,7 +100,6 @@ class Trainer:
         self._evaluator = Evaluator(
             self._engine, recipe, world, run.job.evaluate.beam, self._pulse, self._watchdog.pause
         )
-        self._data_barrier = DataBarrier(world, self._stop_requested)
         self._profile: StepProfile | None = None
         self._short_of_data = True  # until the first step sync says that all ranks have batches ready
         self._progress = Progress()
@@ -282,14 +281,17 @@ class Trainer:
         self._watchdog.begin(DATA, name, STORE_SECONDS)
         # Between two syncs of local steps there is no common state that all ranks could leave with.
         together = self._short_of_data and self._engine.gradient_sync.is_common(self._progress.step)
-        batch = feed.next(lambda: together and self._data_barrier.all_ready(False))
+        batch = feed.next(lambda: together and self._all_have_data(False))
         self._clock.mark("data")
         if together and self._world.num_ranks > 1:
             self._watchdog.begin("data barrier", f"waiting for the other ranks' {name}")
-            while not self._data_barrier.all_ready(True):
+            while not self._all_have_data(True):
                 pass  # a rank without data votes a few times per second
             self._clock.mark("wait")
         return batch
+
+    def _all_have_data(self, ready: bool) -> bool:
+        return pass_data_barrier(self._world, ready, self._stop_requested())
 
     def _step(self, sent: SentBatch, feed: Feed) -> PendingStep:
         """Make a step and start its sync."""

@@ -9,7 +9,7 @@ import json
 import os
 import socket
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext, suppress
 from dataclasses import asdict, dataclass
 from datetime import timedelta
@@ -387,21 +387,15 @@ class StepSync:
 ENOUGH_BATCHES = 2
 
 
-class DataBarrier:
-    """The place where ranks wait until all have a batch.
+def pass_data_barrier(world: World, ready: bool, stop_requested: bool) -> bool:
+    """Wait where ranks wait until all have a batch, and return True if all have. Collective.
 
     A rank inside the gradient sync cannot leave for a stop: the others would have to join it with data they do not
     have. So all ranks come here before a step for which one of them may be short of data, and vote until every rank has
-    its batch, or until a stop makes all of them leave after the same step. The step sync says how many batches each
-    rank has ready; as long as all have enough, no rank comes here.
+    its batch, or until a stop makes all of them leave after the same step (StopRequested). The step sync says how many
+    batches each rank has ready; as long as all have enough, no rank comes here.
     """
-
-    def __init__(self, world: World, stop_requested: Callable[[], bool]) -> None:
-        self._world, self._stop_requested = world, stop_requested
-
-    def all_ready(self, ready: bool) -> bool:
-        """True if every rank has its batch. Collective; raises StopRequested on all if one lacks data and one stops."""
-        lacking, stop = self._world.count(not ready, self._stop_requested())
-        if lacking and stop:
-            raise StopRequested
-        return not lacking
+    lacking, stop = world.count(not ready, stop_requested)
+    if lacking and stop:
+        raise StopRequested
+    return not lacking
