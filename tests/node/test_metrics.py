@@ -27,6 +27,7 @@ from packtrain.node.metrics import (
     parse_printed,
 )
 from packtrain.node.program import ProgramCheckpoints
+from packtrain.node.workspace import Workspace
 from packtrain.observe.history import read_points
 from packtrain.run.checkpoint import FORMAT, Checkpoint
 from packtrain.run.records import Generation, LogLine, Point
@@ -416,7 +417,8 @@ def test_a_commit_has_all_that_was_printed_before_it(begun: Begun, tmp_path: Pat
     """A run that resumes from it never logs these steps again."""
     run, metrics, begin = begun
     begin(1)
-    keeping = ProgramCheckpoints(run, tmp_path / "ckpt", CheckpointSettings(), Told(), metrics=metrics)
+    workspace = Workspace(run, tmp_path / "code", Told())
+    keeping = ProgramCheckpoints(run, tmp_path / "ckpt", CheckpointSettings(), Told(), workspace, metrics)
     keeping.restore(1, is_first=True)
     for step in range(3):
         metrics.hear(printed(f"step {step}: loss 1.5"))

@@ -5,6 +5,8 @@ import shutil
 import threading
 import time
 from pathlib import Path
+from types import MappingProxyType
+from typing import Any
 
 import pytest
 
@@ -12,6 +14,7 @@ from packtrain.errors import Mistake
 from packtrain.job.job import CheckpointSettings
 from packtrain.node.metrics import ProgramMetrics
 from packtrain.node.program import ProgramCheckpoints, resume_arguments
+from packtrain.node.workspace import Workspace
 from packtrain.run.checkpoint import Superseded, commit, committed, fetch
 from packtrain.run.run import Run
 from packtrain.store import Store
@@ -26,13 +29,13 @@ class Told(list[tuple[str, str]]):
         return [kind for kind, _ in self]
 
 
-def checkpoints(run: Run, directory: Path, told: Told | None = None, **settings: object) -> ProgramCheckpoints:
-    return ProgramCheckpoints(
-        run,
-        directory,
-        CheckpointSettings.model_validate({"keep_best": 0, **settings}),
-        Told() if told is None else told,
-    )
+def checkpoints(
+    run: Run, directory: Path, told: Told | None = None, options: Any = MappingProxyType({}), **settings: object
+) -> ProgramCheckpoints:
+    checked = CheckpointSettings.model_validate({"keep_best": 0, **settings})
+    told = Told() if told is None else told
+    workspace = Workspace(run, directory.with_name("code"), told)
+    return ProgramCheckpoints(run, directory, checked, told, workspace, ProgramMetrics(run, (), told), **options)
 
 
 def newest_files(run: Run, scratch: Path) -> dict[str, bytes]:
@@ -205,8 +208,9 @@ def test_links_and_names_that_no_store_can_hold_are_not_committed(directory_stor
 
 
 def test_a_commit_is_due_once_the_time_has_passed(directory_store: Store, tmp_path: Path) -> None:
-    clock, settings = {"now": 1000.0}, CheckpointSettings.model_validate({"keep_best": 0, "every": "5 min"})
-    keeping = ProgramCheckpoints(new_run(directory_store), tmp_path / "ckpt", settings, Told(), lambda: clock["now"])
+    clock = {"now": 1000.0}
+    options = {"clock": lambda: clock["now"]}
+    keeping = checkpoints(new_run(directory_store), tmp_path / "ckpt", options=options, every="5 min")
     keeping.restore(1, is_first=True)
     assert not keeping.is_due()
     clock["now"] += 300
@@ -244,7 +248,8 @@ def test_commits_of_a_program_that_started_again_push_out_none_that_is_farther(
     settings = CheckpointSettings.model_validate({"keep_best": 0, "keep_last": 2})
 
     def at(generation: int, *steps: int) -> list[tuple[int, int | None]]:
-        keeping = ProgramCheckpoints(run, directory, settings, Told(), metrics=metrics)
+        workspace = Workspace(run, directory.with_name("code"), Told())
+        keeping = ProgramCheckpoints(run, directory, settings, Told(), workspace, metrics)
         keeping.restore(generation, is_first=True)
         for step in steps:
             metrics.at = step

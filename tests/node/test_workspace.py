@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 
 from packtrain.errors import Mistake
+from packtrain.node.metrics import ProgramMetrics
 from packtrain.node.program import ProgramCheckpoints
 from packtrain.node.workspace import Workspace, visible
 from packtrain.run.checkpoint import Superseded, commit
@@ -437,7 +438,8 @@ def test_a_checkpoint_is_committed_though_an_output_finds_the_disk_full(
 ) -> None:
     (tmp_path / "code").mkdir()
     made = Workspace(run, tmp_path / "code", Told())
-    checkpoints = ProgramCheckpoints(run, tmp_path / "ckpt", run.job.checkpoint, Told(), workspace=made)
+    metrics = ProgramMetrics(run, (), Told())
+    checkpoints = ProgramCheckpoints(run, tmp_path / "ckpt", run.job.checkpoint, Told(), made, metrics)
     checkpoints.restore(1, is_first=True)
     write_files(tmp_path, {"code/out/large": b"too large", "ckpt/model": b"m"})
     copy = shutil.copyfile

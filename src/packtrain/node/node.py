@@ -118,7 +118,7 @@ class Node:
         self.workspace = Workspace(run, self.directory.path / "code", self._tell)
         self.metrics = ProgramMetrics(run, (checkpoints, self.directory.path / "code"), self._tell)
         self.program = ProgramCheckpoints(
-            run, checkpoints, run.job.checkpoint, self._tell, clock, self.workspace, self.metrics
+            run, checkpoints, run.job.checkpoint, self._tell, self.workspace, self.metrics, clock
         )
         self.mirror = MirrorProcess(run, self.name)
         self.group: WorkerGroup | None = None  # the workers that run now, or are about to

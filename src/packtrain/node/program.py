@@ -38,9 +38,9 @@ class ProgramCheckpoints:
         directory: Path,
         settings: CheckpointSettings,
         tell: TellEvent,
+        workspace: Workspace,
+        metrics: ProgramMetrics,
         clock: Callable[[], float] = time.monotonic,
-        workspace: Workspace | None = None,
-        metrics: ProgramMetrics | None = None,
     ) -> None:
         self._run, self._directory, self._settings, self._tell, self._clock = run, directory, settings, tell, clock
         self._workspace, self._metrics = workspace, metrics
@@ -57,11 +57,10 @@ class ProgramCheckpoints:
         with self._restoring:  # an earlier restore that is no longer needed may still be running
             if generation < self._generation:  # or waiting: the workers of a newer generation may use the directory
                 raise Superseded(f"generation {self._generation} has started; not restoring for {generation}")
-            if self._workspace is not None:  # first: from here on, outputs of older generations come too late
-                self._workspace.restore_outputs(generation, is_first)
+            # First: from here on, outputs of older generations come too late.
+            self._workspace.restore_outputs(generation, is_first)
             self._restore()
-            if self._workspace is not None:
-                self._workspace.stage_inputs()
+            self._workspace.stage_inputs()
 
     def _restore(self) -> None:
         shutil.rmtree(self._directory, ignore_errors=True)
@@ -93,14 +92,12 @@ class ProgramCheckpoints:
     def commit(self, generation: int) -> None:
         """Commit the directory if it has changed, and keep the outputs that have."""
         self._last = self._clock()
-        if self._metrics is not None:  # first: numbers up to the checkpoint are in the store before it
-            self._metrics.flush(is_complete=True)
+        self._metrics.flush(is_complete=True)  # first: numbers up to the checkpoint are in the store before it
         not_kept: OSError | None = None
-        if self._workspace is not None:
-            try:
-                self._workspace.keep_outputs(generation)
-            except OSError as error:  # the disk has no room for an output, but may have it for the checkpoint
-                not_kept = error
+        try:
+            self._workspace.keep_outputs(generation)
+        except OSError as error:  # the disk has no room for an output, but may have it for the checkpoint
+            not_kept = error
         self._commit_directory(generation)
         if not_kept is not None:
             raise not_kept
@@ -120,8 +117,7 @@ class ProgramCheckpoints:
     def finish(self, generation: int) -> None:
         """Commit what the program left, and name what nothing keeps."""
         self.commit(generation)
-        if self._workspace is not None:
-            self._workspace.warn_of_the_rest()
+        self._workspace.warn_of_the_rest()
 
     def _copied(self, copy: Path, expected: Fingerprint) -> bool:
         """Copy the files; True if nothing changed meanwhile."""
@@ -136,7 +132,7 @@ class ProgramCheckpoints:
     def _put(self, copy: Path, state: Fingerprint, generation: int) -> None:
         # A program does not report its steps: its checkpoints are numbered.
         number = 1 + max((checkpoint.step for checkpoint in committed(self._run)), default=0)
-        reached = None if self._metrics is None else self._metrics.reached
+        reached = self._metrics.reached
         checkpoint = commit(self._run, number, generation, None, {file: copy / file for file in state}, reached)
         self._committed = state
         self._tell("checkpoint", f"committed checkpoint {checkpoint.step} ({counted(len(state), 'file')})")
