@@ -11,8 +11,11 @@ shut the machine down          if the fleet says so, and nothing is left to do f
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager, suppress
+import socket
+import time
+import uuid
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, closing, contextmanager, suppress
 from dataclasses import dataclass
 
 from packtrain.backoff import Backoff
@@ -22,11 +25,11 @@ from packtrain.node.address import check_own, choose_address
 from packtrain.node.directory import NodeSlot
 from packtrain.node.lease import hurried
 from packtrain.node.node import Node
-from packtrain.node.preemption import NoticeSource, record_crash, switch_off
+from packtrain.node.preemption import NoticeSource, run_all, switch_off
 from packtrain.node.telemetry import gpus_of_workers
 from packtrain.process import OwnLog, say
 from packtrain.run.liveness import EXIT_CODES
-from packtrain.run.records import Result
+from packtrain.run.records import Event
 from packtrain.run.run import Run
 from packtrain.run.trust import Accept, require_trust
 from packtrain.store import StoreAway, StoreError
@@ -62,13 +65,8 @@ def take_part(
     `accept` decides about code that no client has sent this node to; `notices` are the fleet's sources of preemption
     notices; `show_steps` prints progress while the node works.
     """
-    log = OwnLog()
-    slot: NodeSlot | None = None
-    node: Node | None = None
-    result: Result | None = None
-    power_off = options.power_off
-    is_over = True  # for this machine, even if the node crashes: nothing would start another one here
-    try:
+    log, ending = OwnLog(), _Ending(options.power_off)
+    with _machine_off_after(run, log, ending):
         _wait_for_store(run)
         if run.result() is not None:  # whoever starts nodes until one succeeds need not start another
             log.remove()
@@ -77,49 +75,73 @@ def take_part(
             versions = f"this machine has packtrain {identity()}, the client has {options.identity}"
             raise Mistake(f"{versions}; build the image again")
         _check_code(run, options.code, accept)
-        power_off = power_off or run.job.fleet.kind.power_off
-        slot = NodeSlot(run)
-        node = _create(run, options, notices(), slot)
-        with show_steps(run, node):
-            node.work()
-        is_over = node.has_done_its_part
-        if is_over:
-            result = run.result()
-        else:  # a machine that is taken away does not wait for its store
-            with suppress(StoreError):
-                result = hurried(run).result()
-        if result is not None:
-            is_over = True
-            write_report(run)
-            node.mirror.finish()
-            if result.status != "failed":
-                log.remove()
+        ending.power_off = options.power_off or run.job.fleet.kind.power_off
+        with closing(NodeSlot(run)) as slot:
+            node = ending.node = _create(run, options, notices(), slot)
+            with show_steps(run, node):
+                node.work()
+            result = None
+            ending.is_over = node.has_done_its_part
+            if ending.is_over:
+                result = run.result()
+            else:  # a machine that is taken away does not wait for its store
+                with suppress(StoreError):
+                    result = hurried(run).result()
+            if result is not None:
+                ending.is_over = True
+                write_report(run)
+                node.mirror.finish()
+                if result.status != "failed":
+                    log.remove()
+    return EXIT_CODES["interrupted" if result is None else result.status]
+
+
+@dataclass
+class _Ending:
+    """What becomes of the machine. `is_over`: nothing is left to do for it, so that it may shut down."""
+
+    power_off: bool
+    is_over: bool = True  # even if the node crashes: nothing would start another one here
+    node: Node | None = None
+
+
+@contextmanager
+def _machine_off_after(run: Run, log: OwnLog, ending: _Ending) -> Iterator[None]:
+    """Shut the machine down in the end if it is to, and if nothing is left to do for it, whatever is raised."""
+    try:
+        yield
     except KeyboardInterrupt:
-        is_over = False
+        ending.is_over = False
         raise
     except AlreadyJoined:  # the other node does this machine's part
-        is_over = False
+        ending.is_over = False
         log.remove()
         raise
     except Mistake:
         # Before the node joined, a person has to fix the mistake, and may be logged in on this machine to do so.
-        is_over = node is not None
+        ending.is_over = ending.node is not None
         raise
     except NotFound:  # no such run: it may have been deleted, and then this machine is no longer needed
         raise
     except Exception as error:
-        if is_over and not isinstance(error, StoreAway):
-            record_crash(run, error)
+        if ending.is_over and not isinstance(error, StoreAway):
+            _record_crash(run, error)
         raise
     finally:
         try:
-            if node is not None:
-                node.mirror.end()
-            if slot is not None:
-                slot.close()
-        finally:  # whatever they raise: the machine must not stay on
-            switch_off(power_off and is_over)
-    return EXIT_CODES["interrupted" if result is None else result.status]
+            if ending.node is not None:
+                ending.node.mirror.end()
+        finally:
+            switch_off(ending.power_off and ending.is_over)
+
+
+def _record_crash(run: Run, error: Exception) -> None:
+    """Record in the store why a node crashed, because its machine may soon be unreachable."""
+    machine = socket.gethostname()
+    # A new writer: the node's own may be what crashed, and a writer's name is used only once.
+    writer = hurried(run).event_writer(f"{machine.lower()[:40]}-{uuid.uuid4().hex[:8]}")
+    writer.append(Event(time.time(), "failure", f"the node on {machine} crashed: {type(error).__name__}: {error}"))
+    run_all(writer.flush)
 
 
 def _wait_for_store(run: Run) -> None:

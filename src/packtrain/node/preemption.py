@@ -10,22 +10,17 @@ import os
 import select
 import shlex
 import signal
-import socket
 import subprocess
 import sys
 import threading
 import time
-import uuid
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from types import FrameType
 from typing import Literal
 
 from packtrain.errors import EXIT_UNFINISHED
-from packtrain.node.lease import hurried
 from packtrain.process import end_process, say
-from packtrain.run.records import Event
-from packtrain.run.run import Run
 from packtrain.store import StoreError
 
 POLL_SECONDS = 3.0
@@ -91,8 +86,8 @@ class PreemptionWatch:
         end: Callable[[str], None] = lambda _: None,
     ) -> None:
         self._sources, self._clock, self._poll_seconds, self._end = sources, clock, poll_seconds, end
-        self._notice: PreemptionNotice | None = None
-        self._risk: PreemptionNotice | None = None
+        self.notice: PreemptionNotice | None = None  # the first that is certain ...
+        self.risk: PreemptionNotice | None = None  # ... and the first that is not
         self._at = 0.0
         self._signal_seconds: float | None = None
         self._over = threading.Event()
@@ -113,26 +108,17 @@ class PreemptionWatch:
     def close(self) -> None:
         self._over.set()
 
-    @property
-    def notice(self) -> PreemptionNotice | None:
-        return self._notice
-
-    @property
-    def risk(self) -> PreemptionNotice | None:
-        """A notice that is not certain."""
-        return self._risk
-
     def seconds_left(self) -> float | None:
         """Return the seconds until this machine is gone, if the notice said so."""
-        if self._notice is None or self._notice.seconds is None:
+        if self.notice is None or self.notice.seconds is None:
             return None
-        return max(0.0, self._at + self._notice.seconds - self._clock())
+        return max(0.0, self._at + self.notice.seconds - self._clock())
 
     def post(self, notice: PreemptionNotice) -> None:
         if not notice.certain:
-            self._risk = self._risk or notice
-        elif self._notice is None:  # the first one set the clock: a later notice must not extend the time
-            self._at, self._notice = self._clock(), notice
+            self.risk = self.risk or notice
+        elif self.notice is None:  # the first one set the clock: a later notice must not extend the time
+            self._at, self.notice = self._clock(), notice
 
     def _on_signal(self, number: int, frame: FrameType | None) -> None:  # noqa: ARG002
         self.post(PreemptionNotice(f"preemption notice: {_SIGNALS[signal.Signals(number)]}", self._signal_seconds))
@@ -151,8 +137,8 @@ class PreemptionWatch:
         self._on_signal(number, None)
         seconds = self._signal_seconds
         time.sleep(STOP_GRACE_SECONDS + _END_SECONDS if seconds is None else _SIGNAL_FRACTION * seconds)
-        assert self._notice is not None
-        self._end(self._notice.reason)
+        assert self.notice is not None
+        self._end(self.notice.reason)
 
     def _poll(self) -> None:
         last_error = ""
@@ -167,7 +153,7 @@ class PreemptionWatch:
                     continue
                 if notice is not None:
                     self.post(notice)
-                if self._notice is not None:
+                if self.notice is not None:
                     return  # only the first notice counts
 
 
@@ -185,15 +171,6 @@ def run_all(*steps: Callable[[], object]) -> None:
             step()
         except Exception as error:
             say(f"warning: {type(error).__name__}: {error}")
-
-
-def record_crash(run: Run, error: Exception) -> None:
-    """Record in the store why a node crashed, because its machine may soon be unreachable."""
-    machine = socket.gethostname()
-    # A new writer: the node's own may be what crashed, and a writer's name is used only once.
-    writer = hurried(run).event_writer(f"{machine.lower()[:40]}-{uuid.uuid4().hex[:8]}")
-    writer.append(Event(time.time(), "failure", f"the node on {machine} crashed: {type(error).__name__}: {error}"))
-    run_all(writer.flush)
 
 
 def exit_immediately(reason: str, power_off: bool) -> None:

@@ -198,25 +198,20 @@ class GpuSampler:
         return uuids
 
     def _uuid(self, handle: Any) -> str:
-        uuid = self._ask(lambda: self._nvml.nvmlDeviceGetUUID(handle), "")
-        return uuid.decode() if isinstance(uuid, bytes) else str(uuid)
+        return self._ask_text(lambda: self._nvml.nvmlDeviceGetUUID(handle))
 
     def sample(self) -> tuple[Gpu, ...]:
         return tuple(self._sample_of(handle) for handle in self._handles)
 
     def driver(self) -> str:
         """Return the version of the driver; "" if there is none."""
-        if self._nvml is None:
-            return ""
-        version = self._ask(self._nvml.nvmlSystemGetDriverVersion, "")
-        return version.decode() if isinstance(version, bytes) else str(version)
+        return "" if self._nvml is None else self._ask_text(self._nvml.nvmlSystemGetDriverVersion)
 
     def _sample_of(self, handle: Any) -> Gpu:
         nvml = self._nvml
-        name = self._ask(lambda: nvml.nvmlDeviceGetName(handle), "")
         memory = self._ask(lambda: nvml.nvmlDeviceGetMemoryInfo(handle), None)
         return Gpu(
-            name.decode() if isinstance(name, bytes) else str(name),
+            self._ask_text(lambda: nvml.nvmlDeviceGetName(handle)),
             self._ask(lambda: nvml.nvmlDeviceGetUtilizationRates(handle).gpu, 0) / 100,
             int(memory.used) if memory else 0,
             int(memory.total) if memory else 0,
@@ -230,6 +225,10 @@ class GpuSampler:
             return question()
         except self._nvml.NVMLError:
             return otherwise
+
+    def _ask_text(self, question: Callable[[], Any]) -> str:
+        text = self._ask(question, "")
+        return text.decode() if isinstance(text, bytes) else str(text)
 
 
 def visible_gpus(setting: str | None, present: Sequence[str]) -> list[str]:

@@ -102,7 +102,7 @@ class Trainer:
         )
         self._profile: StepProfile | None = None
         self._short_of_data = True  # until the first step sync says that all ranks have batches ready
-        self._progress = Progress()
+        self._progress = self._agreed = Progress()  # here; and as all ranks see it, by the clock of the first one
         self._saved: Progress | None = None
         self._prepared_epoch: int | None = None
         self._evaluated: tuple[int, Evaluation] | None = None  # the step of the last evaluation, and its outcome
@@ -206,11 +206,10 @@ class Trainer:
                 batch = self._next_batch(feed)
                 # The sync of the previous step has had the time of this step to complete: reading it does not wait.
                 previous, pending = pending, self._step(batch, feed)
-                totals = None if previous is None else self._settle(previous)
-                due = self._decide(due, totals)
+                due = self._decide(due, None if previous is None else self._settle(previous))
                 # With local steps the weights differ between syncs: what is due waits for the next one.
-                has_common_weights = pending.last or self._engine.gradient_sync.is_common(self._progress.step)
-                if due == Due() or not has_common_weights:
+                is_common = pending.last or self._engine.gradient_sync.is_common(self._progress.step)
+                if due == Due() or not is_common:
                     continue
                 # Metrics up to this step must be recorded before it is evaluated or saved.
                 self._settle(pending)
