@@ -27,7 +27,7 @@ from pathlib import Path
 from packtrain.errors import AlreadyJoined, Mistake, PacktrainError
 from packtrain.files import FileLock
 from packtrain.node.launcher import kill_marked
-from packtrain.node.workers import LogShipper, source_of
+from packtrain.node.output import LogShipper, source_of
 from packtrain.process import say
 from packtrain.run.liveness import node_directory
 from packtrain.run.records import LogLine, TellEvent

@@ -29,11 +29,11 @@ from packtrain.node.assembly import QUIET, Assembly, LostNode
 from packtrain.node.causes import COUNTED, lost_machine, why_not_started
 from packtrain.node.deadline import Deadline, left_at_start, used_up
 from packtrain.node.directory import NodeDirectory, NodeSlot, sweep
-from packtrain.node.echo import OutputEcho
 from packtrain.node.launcher import ForkServer, free_port
 from packtrain.node.lease import LeaseRenewer, hurried
 from packtrain.node.metrics import ProgramMetrics
 from packtrain.node.mirror_process import MirrorProcess
+from packtrain.node.output import OutputEcho
 from packtrain.node.preemption import (
     STOP_GRACE_SECONDS,
     Leaving,

@@ -6,18 +6,16 @@ looks at it again at its next tick.
 
 from __future__ import annotations
 
-import re
 import threading
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from types import MappingProxyType
-from typing import Literal
 
 from packtrain.node.causes import OomWatch, why_they_ended
 from packtrain.node.launcher import Directories, Launcher, last_output
+from packtrain.node.output import LogShipper
 from packtrain.node.preemption import STOP_GRACE_SECONDS
 from packtrain.node.program import ProgramCheckpoints
 from packtrain.process import Task, say
@@ -32,93 +30,6 @@ LAUNCHER_SECONDS = 5.0  # for the launcher to exit after its workers: it would w
 _COMMIT_SECONDS, _LOOK_SECONDS = 10.0, 0.05
 _PROGRAM_SECONDS = 60.0  # after which a program, which does not report its steps, counts as training
 _NOT_COMMITTED = "the program's files could not be committed"
-_MAX_LINE = 10_000
-_WORKER_FILE = re.compile(r"/(\d+)/std(out|err)\.log$")
-
-
-# Output. Workers write to files, so that a line is on disk whatever happens to the node; the node follows the files.
-
-
-LogSource = tuple[int, int | None, str]
-"""The file that a line comes from: generation, rank and stream."""
-
-
-def source_of(line: LogLine) -> LogSource:
-    return line.generation, line.rank, line.stream
-
-
-@dataclass
-class FileTail:
-    """A file, and how far it has been read."""
-
-    path: Path
-    rank: int | None
-    stream: Literal["out", "err"]
-    offset: int = 0
-    unfinished: bytes = b""
-
-    def lines(self, is_complete: bool) -> Iterator[str]:
-        """Yield new lines, and if the file is complete, a last one without a newline."""
-        with self.path.open("rb") as file:
-            file.seek(self.offset)
-            data = file.read()
-        self.offset += len(data)
-        *lines, self.unfinished = (self.unfinished + data).split(b"\n")
-        if is_complete and self.unfinished:
-            lines, self.unfinished = [*lines, self.unfinished], b""
-        # A progress bar rewrites its line: only its last state is kept. It may be days until the line ends.
-        self.unfinished = self.unfinished[self.unfinished.rstrip(b"\r").rfind(b"\r") + 1 :]
-        for line in lines:
-            yield line.rstrip(b"\r").rpartition(b"\r")[2].decode(errors="replace")[:_MAX_LINE]
-
-
-class LogShipper:
-    """Sends the output of one launcher and its workers to the store. `first_rank` is the rank of the first worker.
-
-    `shipped` is the number of lines of each file that the store already has; these are skipped. `echo` gets the others.
-    """
-
-    def __init__(
-        self,
-        directory: Path,
-        writer: ChunkWriter[LogLine],
-        node: str,
-        generation: int,
-        first_rank: int,
-        shipped: Mapping[LogSource, int] = MappingProxyType({}),
-        echo: Callable[[LogLine], None] = lambda _: None,
-    ) -> None:
-        self._directory, self._writer = directory, writer
-        self._node, self._generation, self._first_rank = node, generation, first_rank
-        self._tails: dict[Path, FileTail] = {}
-        self._to_skip, self._echo = dict(shipped), echo
-
-    def ship(self, is_complete: bool = False) -> int:
-        """Hand new lines to the writer, and return how many."""
-        count, now = 0, time.time()  # one time for all: how they followed each other is not known
-        # Listed every time: the launcher creates the files of its workers when it starts them.
-        for path in sorted(self._directory.rglob("*.log")):
-            if path not in self._tails:
-                self._tails[path] = self._tail(path)
-            tail = self._tails[path]
-            for text in tail.lines(is_complete):
-                line = LogLine(now, self._generation, self._node, tail.rank, tail.stream, text)
-                if self._to_skip.get(source_of(line), 0) > 0:
-                    self._to_skip[source_of(line)] -= 1
-                else:
-                    self._writer.append(line)
-                    self._echo(line)
-                    count += 1
-        return count
-
-    def _tail(self, path: Path) -> FileTail:
-        match = _WORKER_FILE.search(str(path))
-        if match is None:  # the launcher's own
-            return FileTail(path, None, "err")
-        return FileTail(path, self._first_rank + int(match[1]), "out" if match[2] == "out" else "err")
-
-
-# The workers.
 
 
 @dataclass(frozen=True)
