@@ -98,7 +98,7 @@ def take_part(
 
 @dataclass
 class _Ending:
-    """What becomes of the machine. `is_over`: nothing is left to do for it, so that it may shut down."""
+    """The end of this machine. `is_over`: nothing is left to do for it, so that it may shut down."""
 
     power_off: bool
     is_over: bool = True  # even if the node crashes: nothing would start another one here
