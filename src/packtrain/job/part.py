@@ -363,37 +363,32 @@ def _is_outside(text: str) -> bool:
     return PurePosixPath(os.path.normpath(text)).parts[:1] == ("..",)
 
 
+def _leaves(directory: str, text: str) -> str | None:
+    """Return what is wrong with a relative path that leads out of a directory."""
+    if is_address(text) or PurePosixPath(text).is_absolute() or not _is_outside(text):
+        return None
+    return f"{quoted(text, _SHOWN)} is outside {directory}; use an absolute path"
+
+
+def _source_fault(text: str, address: str, schemes: tuple[str, ...]) -> str | None:
+    if (fault := _path_fault(text)) or not is_address(text):
+        return fault or _leaves("the job file's directory", text)
+    if address.startswith(schemes):
+        return None
+    return f"{quoted(text, _SHOWN)} must be a path or start with one of {', '.join(schemes)}"
+
+
 def _data_path_fault(text: str) -> str | None:
-    if fault := _path_fault(text):
-        return fault
-    if is_address(text):
-        if text.lower().startswith(_DATA_SCHEMES):
-            return None
-        return f"{quoted(text, _SHOWN)} must be a path or start with one of {', '.join(_DATA_SCHEMES)}"
-    if not PurePosixPath(text).is_absolute() and _is_outside(text):
-        return f"{quoted(text, _SHOWN)} is outside the job file's directory; use an absolute path"
-    return None
+    return _source_fault(text, text.lower(), _DATA_SCHEMES)
 
 
 def input_path_fault(text: str) -> str | None:
     """Return what is wrong with the path of a program's data."""
-    if fault := _path_fault(text):
-        return fault
-    if is_address(text):
-        if text.startswith(_INPUT_SCHEMES):
-            return None
-        return f"{quoted(text, _SHOWN)} must be a path or start with one of {', '.join(_INPUT_SCHEMES)}"
-    if not PurePosixPath(text).is_absolute() and _is_outside(text):
-        return f"{quoted(text, _SHOWN)} is outside the job file's directory; use an absolute path"
-    return None
+    return _source_fault(text, text, _INPUT_SCHEMES)
 
 
 def _store_path_fault(text: str) -> str | None:
-    if fault := _path_fault(text):
-        return fault
-    if not is_address(text) and not PurePosixPath(text).is_absolute() and _is_outside(text):
-        return f"{quoted(text, _SHOWN)} is outside the current directory; use an absolute path"
-    return None
+    return _path_fault(text) or _leaves("the current directory", text)
 
 
 def code_path_fault(text: str) -> str | None:
@@ -424,9 +419,7 @@ def tracking_fault(text: str) -> str | None:
         return fault
     if is_address(text) and "@" in text.partition("://")[2].partition("/")[0]:
         return "contains a secret; set MLFLOW_TRACKING_TOKEN instead, and list it under `environment`"
-    if not is_tracking_uri(text) and not PurePosixPath(text).is_absolute() and _is_outside(text):
-        return f"{quoted(text, _SHOWN)} is outside the job file's directory; use an absolute path"
-    return None
+    return None if is_tracking_uri(text) else _leaves("the job file's directory", text)
 
 
 def _directory_fault(text: str) -> str | None:

@@ -7,7 +7,7 @@ written in texts, what files hold and what machines have are checked when a job 
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict
 from importlib.resources import files
 from typing import Any, Protocol
@@ -83,7 +83,9 @@ def job_schema(recipes: Mapping[str, type[RecipeFacts]] | Mapping[str, RecipeFac
     """Return the schema of a job file; `recipes` are the built-in ones, by name."""
     texts = descriptions(reference())
     sections = {name: _part_schema(kind, texts, name) for name, kind in _SECTIONS.items()}
-    sections |= {"data": _data(texts), "fleet": _fleet(texts), "model": _model(texts)}
+    size = _part_schema(ModelSettings, texts, "model")["properties"]["size"]
+    model = {"type": "object", "properties": {"size": size}, "additionalProperties": _PLAIN}
+    sections |= {"data": _data(texts), "fleet": _fleet(texts), "model": {"anyOf": [size, model]}}
     properties = _part_schema(Job, texts, "job")["properties"]
     for name in _STORED:
         del properties[name]
@@ -94,8 +96,15 @@ def job_schema(recipes: Mapping[str, type[RecipeFacts]] | Mapping[str, RecipeFac
     command = ProgramSettings.model_json_schema(mode="validation")["properties"]["command"]
     properties["program"]["anyOf"].insert(0, _completed(command, is_schema=True))  # the command alone
     properties["recipe"]["anyOf"].insert(0, {"enum": list(recipes)})
-    families = {name: _kinds(words, texts, name) for words, name in _FAMILIES.values()}
-    named = {"source": _source(texts), "inputs": _inputs(), **_within(texts)}
+    families = {}
+    for kinds, family in _FAMILIES.values():
+        settings = _settings(kinds, texts, family)
+        mapping: Schema = {"type": "object", "properties": settings, "additionalProperties": False}
+        one_word = {**mapping, "minProperties": 1, "maxProperties": 1}
+        words = _words(settings)
+        families[family] = {"anyOf": [{"enum": words}, one_word] if words else [one_word]}
+    named = {_word_within(name): _part_schema(kind, texts, scope) for name, (kind, scope) in _WITHIN.items()}
+    named |= {"source": _source(texts), "inputs": _inputs()}
     of_recipe = dict.fromkeys(("model", "train", "evaluate", "weights"), _NULL)
     saved = {"properties": {"every": {"pattern": TIME_PATTERN}, "keep_best": {"maximum": 0}, "best_by": _NULL}}
     of_program = {"data": _ref("inputs"), "recipe": _NULL, "checkpoint": saved, **of_recipe}
@@ -186,11 +195,6 @@ def _word_within(name: str) -> str:
     return _WITHIN[name][1].rpartition(".")[2]
 
 
-def _within(texts: Descriptions) -> dict[str, Schema]:
-    """Return the parts within sections, such as the cache of a fleet."""
-    return {_word_within(name): _part_schema(kind, texts, scope) for name, (kind, scope) in _WITHIN.items()}
-
-
 def _nested(texts: Descriptions) -> dict[str, Schema]:
     """Return the parts that settings of kinds have in turn, such as the phases of a schedule."""
     nested: dict[str, Schema] = {}
@@ -226,13 +230,6 @@ def _settings(kinds: Mapping[str, str], texts: Descriptions, family: str) -> dic
 
 def _words(settings: Mapping[str, Schema]) -> list[str]:
     return [word for word, schema in settings.items() if {"type": "null"} in schema.get("anyOf", ())]
-
-
-def _kinds(kinds: Mapping[str, str], texts: Descriptions, family: str) -> Schema:
-    settings = _settings(kinds, texts, family)
-    mapping: Schema = {"type": "object", "properties": settings, "additionalProperties": False}
-    words = _words(settings)
-    return {"anyOf": [*([{"enum": words}] if words else []), {**mapping, "minProperties": 1, "maxProperties": 1}]}
 
 
 def _fleet(texts: Descriptions) -> Schema:
@@ -285,12 +282,6 @@ def _inputs() -> Schema:
 # Recipes.
 
 
-def _model(texts: Descriptions) -> Schema:
-    section = _part_schema(ModelSettings, texts, "model")
-    size = section["properties"]["size"]
-    return {"anyOf": [size, {"type": "object", "properties": {"size": size}, "additionalProperties": _PLAIN}]}
-
-
 def _recipe(name: str, recipe: type[RecipeFacts] | RecipeFacts) -> Schema:
     """Return what holds for the jobs of a recipe: its sizes and options, the unit of its batches, the data it reads."""
     learns = [word for word in FORMATS if kind_class(FORMATS, word).contents & recipe.contents]
@@ -300,25 +291,22 @@ def _recipe(name: str, recipe: type[RecipeFacts] | RecipeFacts) -> Schema:
     train = {"batch": amount, "micro_batch": amount, "scale_rate": {"properties": {"linear": amount, "sqrt": amount}}}
     if not recipe.supports_augment:
         train["augment"] = _NULL
+    sizes = {"enum": list(recipe.sizes)}
+    options = {
+        option: _option(option, default) for option, default in asdict(next(iter(recipe.sizes.values()))).items()
+    }
+    options |= {option: {"enum": list(values)} for option, values in recipe.choices.items()}
+    model = {"type": "object", "properties": {"size": sizes, **options}, "additionalProperties": False}
     return {
         "if": {"required": ["recipe"], "properties": {"recipe": {"const": name}}},
         "then": {
             "properties": {
-                "model": _model_of(recipe),
+                "model": {"anyOf": [sizes, model, _NULL]},
                 "train": {"properties": train},
                 "data": {"properties": dict.fromkeys(("train", "valid", "test"), split)},
             }
         },
     }
-
-
-def _model_of(recipe: type[RecipeFacts] | RecipeFacts) -> Schema:
-    sizes = {"enum": list(recipe.sizes)}
-    options = asdict(next(iter(recipe.sizes.values())))
-    properties = {name: _option(name, default) for name, default in options.items()}
-    properties |= {name: {"enum": list(values)} for name, values in recipe.choices.items()}
-    mapping = {"type": "object", "properties": {"size": sizes, **properties}, "additionalProperties": False}
-    return {"anyOf": [sizes, mapping, {"type": "null"}]}
 
 
 def _option(name: str, default: object) -> Schema:
@@ -363,29 +351,21 @@ def descriptions(markdown: str) -> Descriptions:
         elif not line.startswith("| ---"):
             row = dict(zip(columns, _cells(line), strict=True))
             kind = row.get("kind", "").strip("`") or kind
-            for place, field in _named(row["field"], _scope(scope, columns, kind, texts)):
-                if row["meaning"]:
-                    texts.setdefault((place, field), _sentence(row["meaning"]))
+            if "kind" in columns:
+                place = f"{scope}.{kind}"
+            elif scope == "schedule":
+                place = "phase"
+            else:  # the second table of `data` describes a source; the first one ends with `pack`
+                place = "source" if scope == "data" and ("data", "pack") in texts else scope
+            # A cell may name several fields, of several kinds: "`hosts` (of `ssh`, `mpi`)".
+            of = _OF.search(row["field"])
+            owners = [""] if of is None else ["*"] if of[1] == "a kind" else _WORD.findall(of[1])
+            for field in _WORD.findall(_OF.sub("", row["field"])) if row["meaning"] else ():
+                for owner in owners:
+                    texts.setdefault((f"{place}.{owner}" if owner else place, field), _sentence(row["meaning"]))
             if "kind" in row and not row["field"] and row["meaning"]:
                 texts.setdefault((scope, kind), _sentence(row["meaning"]))
     return texts
-
-
-def _scope(section: str, columns: list[str], kind: str, texts: Descriptions) -> str:
-    if "kind" in columns:
-        return f"{section}.{kind}"
-    if section == "schedule":
-        return "phase"
-    # The second table of `data` describes a source; the first one ends with `pack`.
-    return "source" if section == "data" and ("data", "pack") in texts else section
-
-
-def _named(cell: str, scope: str) -> Iterator[tuple[str, str]]:
-    """Yield the place and the name of each field of a cell such as "`hosts` (of `ssh`, `mpi`)"."""
-    of = _OF.search(cell)
-    kinds = [""] if of is None else ["*"] if of[1] == "a kind" else _WORD.findall(of[1])
-    for name in _WORD.findall(_OF.sub("", cell)):
-        yield from ((f"{scope}.{kind}" if kind else scope, name) for kind in kinds)
 
 
 def _cells(line: str) -> list[str]:
