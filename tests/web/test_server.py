@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import shutil
 import socket
 import ssl
@@ -18,6 +19,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from packtrain.observe.spans import COLORS, LABELS, SPANS
+from packtrain.report.finding import VERDICTS
 from packtrain.run.checkpoint import commit
 from packtrain.run.records import Event, JobSource, LogLine, Notes, Point, Result, Sample, Telemetry, TelemetrySample
 from packtrain.run.run import Run
@@ -135,6 +138,16 @@ def test_every_answer_forbids_what_the_page_does_not_need(shown: RunningDashboar
 def test_only_files_of_the_page_are_served(name: str, shown: RunningDashboard) -> None:
     with shown.client() as client:
         assert client.get(f"/assets/{name}").status_code == 404
+
+
+def test_the_page_has_the_words_and_colors_of_the_report(shown: RunningDashboard) -> None:
+    with shown.client() as client:
+        found = re.search(r'<script type="application/json" id="terms">(.*?)</script>', client.get("/").text)
+    assert found
+    terms = json.loads(found[1])
+    assert [(span["name"], span["label"]) for span in terms["spans"]] == list(LABELS.items())
+    assert all(span["color"] == list(COLORS[SPANS[span["name"]].color]) for span in terms["spans"])
+    assert terms["verdicts"] == {verdict: vars(words) for verdict, words in VERDICTS.items()}
 
 
 def test_a_certificate_makes_it_https(directory_store: Store, tmp_path: Path) -> None:
