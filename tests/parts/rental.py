@@ -45,6 +45,10 @@ class RentalSettings(CloudBuilder):
     def build(self) -> RentalFleet:
         return RentalFleet(self)
 
+    @property
+    def rented_types(self) -> Sequence[str]:
+        return self.types
+
     def hourly_prices(self) -> dict[str, float | None]:
         return {f"{one} in {self.account}": _PRICES.get(one) for one in self.types}
 

@@ -224,8 +224,16 @@ class IbmSettings(CloudBuilder):
         keys = {} if has_keys else {"credentials": "set SL_USERNAME and SL_API_KEY, or run `slcli setup`"}
         return missing_programs(ssh="openssh-client") | missing_package("SoftLayer", "ibm") | keys
 
+    @property
+    def rented_types(self) -> Sequence[str]:
+        return (self.flavor or f"{self.cpus} CPUs with {self.memory} GB",)
+
+    @property
+    def port_mbps(self) -> int | None:
+        return self.network_mbps
+
     def hourly_prices(self) -> Mapping[str, float | None]:
-        name = self.flavor or f"{self.cpus} CPUs with {self.memory} GB"
+        [name] = self.rented_types
         # The lists are of servers that IBM does not take away, and without more disks than the flavor has.
         is_listed = self.flavor is not None and self.hourly and not self.transient and len(self.disks) <= 1
         return {f"{name} in {self.datacenter}": list_price("ibm", self.datacenter, name) if is_listed else None}

@@ -113,6 +113,16 @@ class FleetKind(Part):
         """
         return [self] * (parallel or 1)
 
+    @property
+    def rented_types(self) -> Sequence[str]:
+        """The types of machines that it may rent, such as `g5.xlarge`, the preferred one first."""
+        return ()
+
+    @property
+    def port_mbps(self) -> int | None:
+        """The speed of the network port that machines are ordered with; None if their type decides, or is unknown."""
+        return None
+
     def hourly_prices(self) -> Mapping[str, float | None]:
         """Return the dollars per hour of every type of machine that it may rent; None is a price that is not known.
 

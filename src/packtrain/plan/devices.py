@@ -299,9 +299,8 @@ def ibm_hardware(flavor: str, mbps: int | None) -> Hardware | None:
 
 def rented_hardware(kind: FleetKind) -> Hardware | None:
     """Return the first type of machine that a fleet may rent and that the tables have; None if there is none."""
-    mbps = getattr(kind, "network_mbps", None)
-    types = (name.partition(" in ")[0] for name in kind.hourly_prices())  # as in `g5.xlarge in us-east-1`
-    return next(filter(None, (aws_hardware(name) or ibm_hardware(name, mbps) for name in types)), None)
+    candidates = (aws_hardware(name) or ibm_hardware(name, kind.port_mbps) for name in kind.rented_types)
+    return next(filter(None, candidates), None)
 
 
 # Devices by name, and this machine.

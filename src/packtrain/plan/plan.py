@@ -256,7 +256,7 @@ def _hardware(job: Job, request: PlanRequest) -> tuple[Hardware, bool, list[str]
     link = link or _ETHERNET
     if request.probe:
         return replace(local, link=link), False, []
-    types = [name.partition(" in ")[0] for name in job.fleet.kind.hourly_prices()]
+    types = job.fleet.kind.rented_types
     rented = f"{types[0]} is not in the table of devices" if types else "its machines are not known"
     assumed = f"{rented}: assumed to be like this one; measure with --probe, or set --device"
     return replace(local, link=link), False, [assumed]

@@ -207,6 +207,10 @@ class AwsSettings(CloudBuilder):
         keys = {} if has_keys else {"credentials": "run `aws configure`, or set AWS_PROFILE"}
         return missing_package("boto3", "aws") | keys
 
+    @property
+    def rented_types(self) -> Sequence[str]:
+        return self.instances
+
     def hourly_prices(self) -> Mapping[str, float | None]:
         """Return the prices on demand: spot costs less, but how much less is known only afterwards."""
         return {f"{kind} in {self.region}": list_price("aws", self.region, kind) for kind in self.instances}
