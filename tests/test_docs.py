@@ -10,8 +10,8 @@ from typing import get_args
 import pytest
 
 from packtrain import errors
+from packtrain.observe.spans import RECORDED
 from packtrain.run.records import Cause
-from packtrain.train.recorder import SPANS
 from test_house import ORDER, ROOT, SOURCE, pages
 
 MAP = ROOT / "docs" / "architecture.md"
@@ -92,7 +92,7 @@ def test_every_cause_of_a_generation_is_explained() -> None:
 def test_every_span_of_time_is_explained() -> None:
     text = section_of(ROOT / "docs" / "training.md", "Where the time goes")
     rows = " ".join(line.split("|")[1] for line in text.splitlines() if line.startswith("| `"))
-    assert set(re.findall(r"`(\w+)`", rows)) == set(SPANS)
+    assert set(re.findall(r"`(\w+)`", rows)) == set(RECORDED)
 
 
 def test_every_attack_names_tests_that_exist() -> None:

@@ -3,9 +3,8 @@ from __future__ import annotations
 import pytest
 
 from packtrain.observe.goodput import goodput, lost_seconds
-from packtrain.observe.spans import COMPUTING, LABELS
+from packtrain.observe.spans import COMPUTING, LABELS, RECORDED
 from packtrain.run.records import Cause, Generation, Member, Point, TimeSpent
-from packtrain.train.recorder import SPANS
 
 
 def generation(number: int, cause: Cause = "start") -> Generation:
@@ -107,8 +106,8 @@ def test_each_rank_has_its_own_times() -> None:
 
 
 def test_every_span_of_a_worker_has_a_label() -> None:
-    assert set(SPANS) <= set(LABELS)
-    assert set(COMPUTING) <= set(SPANS)
+    assert set(RECORDED) <= set(LABELS)
+    assert set(COMPUTING) <= set(RECORDED)
 
 
 def test_what_workers_do_not_account_for_is_startup() -> None:

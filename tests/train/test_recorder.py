@@ -10,11 +10,12 @@ import torch
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 from packtrain.observe.history import read_points
+from packtrain.observe.spans import RECORDED
 from packtrain.run.records import Point, TimeSpent
 from packtrain.run.run import Run
 from packtrain.store import Store, StoreError
 from packtrain.train.control import Control
-from packtrain.train.recorder import SPANS, Clock, Recorder, TensorBoardWriter
+from packtrain.train.recorder import Clock, Recorder, TensorBoardWriter
 from packtrain.train.trainer import Trainer
 from packtrain.train.world import StepTotals, World
 from parts.faulty import FaultyStore
@@ -91,7 +92,7 @@ def test_the_spans_of_a_run_add_up_to_its_time(directory_store: Store, control: 
     Trainer(run, Slow(run.job), World(), 1, control, clock=clock).train()
     elapsed = clock.last_taken - clock.began
     total = summed(run.time_spent().read())
-    assert total.keys() <= set(SPANS)
+    assert total.keys() <= set(RECORDED)
     assert sum(total.values()) == pytest.approx(elapsed)
     assert total["forward"] >= 10 * Slow.forward_seconds
     assert total["data"] >= Slow.data_seconds
@@ -104,7 +105,7 @@ def test_every_step_records_where_its_time_went(directory_store: Store, control:
     Trainer(run, Slow(run.job), World(), 1, control).train()
     for point in read_points(run):
         if point.kind == "train":
-            spans = [value for name, value in point.values.items() if name.removesuffix("_seconds") in SPANS]
+            spans = [value for name, value in point.values.items() if name.removesuffix("_seconds") in RECORDED]
             assert point.values["step_seconds"] == pytest.approx(sum(spans))
             assert point.values["forward_seconds"] >= Slow.forward_seconds
 

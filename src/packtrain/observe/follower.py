@@ -219,29 +219,29 @@ class EndFollower:
         if self._is_begun:
             for key, data in self._chunks.take():
                 source = self._source(key)
-                for part in parts_of(data, source):
-                    self.recent.add(part, source)
-                    self._curve.add(part, source)
+                for line in parts_of(data, source):
+                    self.recent.add(line, source)
+                    self._curve.add(line, source)
             return
         self._is_begun = True
         for key in self.unread[:-_MAX_END_CHUNKS:-1]:
             source = self._source(key)
-            for part in parts_of(self._run.store.find(key) or b"", source):
-                self.recent.add(part, source)
-                self._is_sought = self._is_sought and part.kind != "valid"
+            for line in parts_of(self._run.store.find(key) or b"", source):
+                self.recent.add(line, source)
+                self._is_sought = self._is_sought and line.kind != "valid"
             if len(self.recent.steps) >= RECENT_STEPS and not self._is_sought:
                 break
 
     def read_curve(self) -> None:
         """Read some chunks from all over the run: a few objects of a directory, and fewer of a bucket."""
         keys, self.unread = self.unread, []
-        most = _DIRECTORY_CHUNKS if self._run.store.is_directory else _BUCKET_CHUNKS
-        if len(keys) > most:
-            keys = [keys[index * len(keys) // most] for index in range(most)]
+        count = _DIRECTORY_CHUNKS if self._run.store.is_directory else _BUCKET_CHUNKS
+        if len(keys) > count:
+            keys = [keys[index * len(keys) // count] for index in range(count)]
         for key in keys:
             source = self._source(key)
-            for part in parts_of(self._run.store.find(key) or b"", source):
-                self._curve.add(part, source)
+            for line in parts_of(self._run.store.find(key) or b"", source):
+                self._curve.add(line, source)
 
     def losses(self, points: int) -> list[float | None]:
         return self._curve.losses(points)

@@ -22,10 +22,6 @@ from packtrain.run.records import Event, EventKind, Point, TimeSpent
 from packtrain.run.run import Run, worker_writer
 from packtrain.store import StoreError
 
-SPANS = (
-    "start", "data", "forward", "backward", "communication", "wait", "optimizer", "save", "evaluation", "other",
-)  # fmt: skip
-
 _SECONDS_BETWEEN_TIMES = 10.0
 _MAX_PICTURES, _MAX_PENDING_PICTURES = 2000, 64  # of one worker in one generation; each has at most 32 kB
 _SECONDS_BETWEEN_TENSORBOARD_FILES = 30.0  # each flush is a file: objects in a bucket cannot be appended to

@@ -27,6 +27,7 @@ from packtrain.data.loader import STORE_SECONDS, LoadedBatch, Loader, RankBatche
 from packtrain.errors import PacktrainError
 from packtrain.job.job import TrainSettings
 from packtrain.observe.measure import measure_of
+from packtrain.observe.spans import RECORDED
 from packtrain.recipes import Recipe, Scores
 from packtrain.recipes.recipe import training_order
 from packtrain.run.checkpoint import Superseded
@@ -37,7 +38,7 @@ from packtrain.train.control import Control, StopSignal, WorkerError
 from packtrain.train.engine import Engine, NonFinite, StepResult, name_bad_samples
 from packtrain.train.evaluator import Evaluation, Evaluator
 from packtrain.train.progress import Progress, Recurring, reached
-from packtrain.train.recorder import SPANS, Clock, Recorder, StepProfile, clock_of
+from packtrain.train.recorder import Clock, Recorder, StepProfile, clock_of
 from packtrain.train.transfer import Feed, SentBatch, pinned
 from packtrain.train.watchdog import DATA, Watchdog
 from packtrain.train.world import ENOUGH_BATCHES, StepSync, StepTotals, StopRequested, World, pass_data_barrier
@@ -350,7 +351,7 @@ class Trainer:
         self._clock.mark("wait")
         # Time in the gradient sync until the slowest rank arrived is waiting; only the rest is communication.
         waited = totals.waited(self._world.rank)
-        seconds = dict.fromkeys(SPANS, 0.0) | pending.seconds
+        seconds = dict.fromkeys(RECORDED, 0.0) | pending.seconds
         seconds["communication"] -= waited
         seconds["wait"] += waited
         values = {
