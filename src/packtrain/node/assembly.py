@@ -178,9 +178,8 @@ class Assembly:
 
         LostNode and NodeReport mean that the generation has ended; WorkerStop that its workers have to commit and exit.
         """
-        return self._watch_all(group) if group.is_first else self._watch_first(group)
-
-    def _watch_first(self, group: WorkerGroup) -> LostNode | WorkerStop | None:
+        if group.is_first:
+            return self._watch_all(group)
         first = group.generation.members[0].node
         lease = self.look_at(first)
         if self.is_lost(first):

@@ -361,19 +361,17 @@ class Launcher:
 
     def _is_overdue(self) -> bool:
         """True if the server has owed an answer for too long, or the launcher its end after that of its workers."""
-        if self._is_at_work():
+        is_at_work = False
+        with suppress(psutil.NoSuchProcess):
+            status = psutil.STATUS_ZOMBIE if self._launcher is None else self._launcher.status()
+            # One that is stopped is at work as long as its workers are.
+            is_at_work = self._has_workers() if status == psutil.STATUS_STOPPED else status != psutil.STATUS_ZOMBIE
+        if is_at_work:
             self._due_since, self._answer_seconds = math.inf, ANSWER_SECONDS
             return False
         time_now = time.monotonic()
         self._due_since = min(self._due_since, time_now)  # the node may not have looked for a while
         return time_now - self._due_since > self._answer_seconds
-
-    def _is_at_work(self) -> bool:
-        """True while the launcher lives; if it is stopped, only while its workers do."""
-        with suppress(psutil.NoSuchProcess):
-            status = psutil.STATUS_ZOMBIE if self._launcher is None else self._launcher.status()
-            return self._has_workers() if status == psutil.STATUS_STOPPED else status != psutil.STATUS_ZOMBIE
-        return False
 
     def _give_up(self) -> None:
         with suppress(OSError), self._log.open("a", encoding="utf-8") as log:

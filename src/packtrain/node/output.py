@@ -86,14 +86,14 @@ class LogShipper:
 
     def ship(self, is_complete: bool = False) -> int:
         """Hand new lines to the writer, and return how many."""
-        count, now = 0, time.time()  # one time for all: how they followed each other is not known
+        count, seen_at = 0, time.time()  # one time for all: how they followed each other is not known
         # Listed every time: the launcher creates the files of its workers when it starts them.
         for path in sorted(self._directory.rglob("*.log")):
             if path not in self._tails:
                 self._tails[path] = self._tail(path)
             tail = self._tails[path]
             for text in tail.lines(is_complete):
-                line = LogLine(now, self._generation, self._node, tail.rank, tail.stream, text)
+                line = LogLine(seen_at, self._generation, self._node, tail.rank, tail.stream, text)
                 if self._to_skip.get(source_of(line), 0) > 0:
                     self._to_skip[source_of(line)] -= 1
                 else:

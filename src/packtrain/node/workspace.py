@@ -246,7 +246,7 @@ def visible(origin: CodeOrigin | None) -> Path | None:
 
 
 def link_missing(source: Path, copy: Path, excluded: Collection[str], place: PurePosixPath = PurePosixPath()) -> None:
-    """Link every entry of `source` that `copy` does not have, except paths that are the run's `own`."""
+    """Link every entry of `source` that `copy` does not have, except the `excluded` paths, which are the run's own."""
     try:
         with os.scandir(source) as entries:
             readable = list(entries)

@@ -111,9 +111,9 @@ class Engine:
     def step(
         self, progress: Progress, micro_batches: Sequence[Batch], cost: int, rank_cost: int, last: bool = False
     ) -> StepResult:
-        """Make the step after `now` on this rank's part of a global batch.
+        """Make the step after `progress` on this rank's part of a global batch.
 
-        `cost` is that of the global batch, `own_cost` that of this rank's part; `last` if no other step follows.
+        `cost` is that of the global batch, `rank_cost` that of this rank's part; `last` if no other step follows.
         A loss or gradient that is not finite raises NonFinite here, or in `confirm` if the device runs behind.
         """
         if self._compiles_first:

@@ -65,8 +65,8 @@ class Evaluator:
     ) -> Evaluation | None:
         """Evaluate the model; None if a stop came first on any rank.
 
-        `decode` samples are decoded without the reference, all if None. What is `known` of the same weights on the same
-        split is not measured again.
+        `decode` samples are decoded without the reference, all if None. What an `earlier` evaluation of the same
+        weights on the same split has is not measured again.
         """
         started = time.perf_counter()
         if earlier is not None and len(earlier.outputs) != len(earlier.decoded):
@@ -80,7 +80,11 @@ class Evaluator:
             return None
         if earlier is not None:
             measurements = _together(earlier, missing, measurements)
-        scores = self._scores(split, decoded, measurements)
+        if self._world.is_first:  # for all: comparing outputs with a corpus takes a while
+            scores = self._recipe.score(split, decoded, measurements)
+            self._world.share(json.dumps(asdict(scores)).encode())
+        else:
+            scores = _SCORES.validate_json(self._world.share(b""))
         seconds = time.perf_counter() - started + (earlier.seconds if earlier else 0.0)
         shown = {sample.picture for sample in scores.samples}
         shown_pictures = {digest: jpeg for digest, jpeg in pictures.items() if digest in shown}
@@ -110,22 +114,14 @@ class Evaluator:
         gathered = self._world.gather(message)
         return None if _ABANDONED in gathered else [_MEASUREMENT.validate_json(data) for data in gathered]
 
-    def _scores(self, split: str, decoded: Ids, measurements: Sequence[Measurement]) -> Scores:
-        """Score on the first rank for all: comparing outputs with a corpus takes a while."""
-        if not self._world.is_first:
-            return _SCORES.validate_json(self._world.share(b""))
-        scores = self._recipe.score(split, decoded, measurements)
-        self._world.share(json.dumps(asdict(scores)).encode())
-        return scores
-
 
 def _together(earlier: Evaluation, missing: Ids, measurements: Sequence[Measurement]) -> list[Measurement]:
     """Merge the missing outputs into the known ones, in sample order."""
     ids = np.concatenate([earlier.decoded, missing])
     outputs = [*earlier.outputs, *(output for measurement in measurements for output in measurement.outputs)]
     ordered = [outputs[at] for at in np.argsort(ids, kind="stable").tolist()]
-    first, *others = earlier.measurements
-    return [replace(first, outputs=ordered), *(replace(measurement, outputs=[]) for measurement in others)]
+    first, *following = earlier.measurements
+    return [replace(first, outputs=ordered), *(replace(measurement, outputs=[]) for measurement in following)]
 
 
 def evaluate(engine: Engine, recipe: Recipe, world: World, split: str, decode: int | None, beam: int) -> Scores | None:

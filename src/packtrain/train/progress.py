@@ -59,7 +59,7 @@ class Recurring:
             self._since = multiples(seconds, every.value) * every.value
 
     def due(self, before: Progress, progress: Progress) -> bool:
-        """True if it fell due after `before` and by `now`; a time stays due until `restart`."""
+        """True if it fell due after `before` and by `progress`; a time stays due until `restart`."""
         if self._every is None:
             return False
         unit, every = self._every.unit, self._every.value

@@ -70,7 +70,7 @@ class Watchdog:
         self._thread.start()
 
     def begin(self, kind: str, name: str = "", least_seconds: float = 0.0) -> None:
-        """Begin a phase, which may take `least` seconds in any case; the phase before it is over."""
+        """Begin a phase, which may take `least_seconds` in any case; the phase before it is over."""
         since = time.monotonic()
         self._finish(since)
         seconds = max(least_seconds, limit(list(self._earlier[kind]), self._patience))

@@ -236,7 +236,7 @@ class World:
         return rows or []
 
     def any(self, flag: bool) -> bool:
-        """True if `here` is true on any rank. Collective."""
+        """True if the flag is true on any rank. Collective."""
         return self.count(flag)[0] > 0
 
     def count(self, *flags: bool) -> list[int]:
