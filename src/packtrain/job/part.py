@@ -241,7 +241,7 @@ class Part(BaseModel):
 Quantity = TypeVar("Quantity", Duration, Amount)
 
 
-def _quantity(unit: type[Quantity], example: str, only: str | None = None) -> Callable[[object], Quantity]:
+def _reader(unit: type[Quantity], example: str, only: str | None = None) -> Callable[[object], Quantity]:
     def read(value: object) -> Quantity:
         # A bool is an int in Python, but `true` is not a number in a job file.
         if isinstance(value, bool) or not isinstance(value, (str, int, float, unit)):
@@ -257,7 +257,15 @@ def _quantity(unit: type[Quantity], example: str, only: str | None = None) -> Ca
 
 
 def _interval(value: object) -> Duration | Literal["auto"]:
-    return "auto" if value == "auto" else _quantity(Duration, "5 min")(value)
+    return "auto" if value == "auto" else _reader(Duration, "5 min")(value)
+
+
+def _quantity(
+    unit: type[Quantity], example: str, pattern: str, *examples: str, only: str | None = None
+) -> PlainValidator:
+    """Return the validator of a quantity: an error has one example, and an editor shows the others."""
+    read = _reader(unit, example, only)
+    return PlainValidator(read, json_schema_input_type=text_in_schema(pattern, *(examples or (example,))))
 
 
 def in_schema(**schema: Any) -> Any:
@@ -474,27 +482,12 @@ Scale = Annotated[float, Field(strict=True, gt=0, le=1, allow_inf_nan=False)]
 Boolean = Annotated[bool, Field(strict=True)]
 Length = Annotated[
     Duration,
-    PlainValidator(
-        _quantity(Duration, "500 steps"),
-        json_schema_input_type=text_in_schema(DURATION_PATTERN, "500 steps", "10 epochs", "6 h"),
-    ),
+    _quantity(Duration, "500 steps", DURATION_PATTERN, "500 steps", "10 epochs", "6 h"),
     PlainSerializer(str),
 ]
-Steps = Annotated[
-    Duration,
-    PlainValidator(
-        _quantity(Duration, "500 steps", only="steps"),
-        json_schema_input_type=text_in_schema(STEPS_PATTERN, "500 steps"),
-    ),
-    PlainSerializer(str),
-]
+Steps = Annotated[Duration, _quantity(Duration, "500 steps", STEPS_PATTERN, only="steps"), PlainSerializer(str)]
 Seconds = Annotated[
-    Duration,
-    PlainValidator(
-        _quantity(Duration, "1 min", only="seconds"),
-        json_schema_input_type=text_in_schema(TIME_PATTERN, "5 min", "1 h"),
-    ),
-    PlainSerializer(str),
+    Duration, _quantity(Duration, "1 min", TIME_PATTERN, "5 min", "1 h", only="seconds"), PlainSerializer(str)
 ]
 Interval = Annotated[
     Duration | Literal["auto"],
@@ -507,12 +500,7 @@ Interval = Annotated[
     PlainSerializer(str),
 ]
 BatchSize = Annotated[
-    Amount,
-    PlainValidator(
-        _quantity(Amount, "4096 tokens"),
-        json_schema_input_type=text_in_schema(AMOUNT_PATTERN, "4096 tokens", "256 samples"),
-    ),
-    PlainSerializer(str),
+    Amount, _quantity(Amount, "4096 tokens", AMOUNT_PATTERN, "4096 tokens", "256 samples"), PlainSerializer(str)
 ]
 MachineCount = Annotated[
     Machines,

@@ -147,7 +147,8 @@ class DirectoryStore(Store):
         prefix = checked_prefix(prefix)
         with self._explained(prefix), suppress(*_ABSENT), self._folder(prefix) as folder:
             names = [entry.name for _, entry in _scan(folder, prefix) if entry.is_dir(follow_symlinks=False)]
-            return {name: tuple(_changed(folder, path) for path in (name, *_below(name, below))) for name in names}
+            paths = {name: (name, *(f"{name}/{inner}" for inner in below)) for name in names}
+            return {name: tuple(_changed(folder, path) for path in paths[name]) for name in names}
         return {}
 
     def entry(self, key: str) -> Entry | None:
@@ -356,10 +357,6 @@ def _walk(folder: int, prefix: str, after: str) -> Generator[Entry]:
         elif name > after and entry.is_file(follow_symlinks=False):
             with suppress(FileNotFoundError):
                 yield _entry(name, entry.stat(follow_symlinks=False))
-
-
-def _below(name: str, folders: Sequence[str]) -> Iterator[str]:
-    return (f"{name}/{folder}" for folder in folders)
 
 
 def _changed(folder: int, path: str) -> int:
