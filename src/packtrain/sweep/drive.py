@@ -273,7 +273,9 @@ class SweepDrive:
             if watched.result is None:
                 unfinished.append(watched)
             elif watched.looks and self._was_driving:  # at the first look it is history
-                self._say(f"{watched.run.name} {_ended(watched.result)}")
+                result = watched.result
+                at_rung = f"reached its rung at step {result.step:,}"
+                self._say(f"{watched.run.name} {at_rung if is_paused(result) else f'{result.status}: {result.reason}'}")
                 release(watched.run, self._say)
             watched.looks += 1
         states = states_now([watched.run for watched in unfinished]) if unfinished else []
@@ -376,10 +378,6 @@ class SweepDrive:
 
 def in_words(trial: Trial) -> str:
     return ", ".join(f"{name}={value}" for name, value in trial.values.items())
-
-
-def _ended(result: Result) -> str:
-    return f"reached its rung at step {result.step:,}" if is_paused(result) else f"{result.status}: {result.reason}"
 
 
 def moved(run: Run, kind: FleetKind | None) -> list[str]:
