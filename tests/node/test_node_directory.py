@@ -13,7 +13,7 @@ import psutil
 import pytest
 
 from packtrain.errors import AlreadyJoined, Mistake
-from packtrain.node.directory import NodeDirectory, NodeSlot, owner_of, sweep
+from packtrain.node.directory import NodeDirectory, NodeSlot, owner_of, take_over_leftovers
 from packtrain.node.launcher import kill_marked
 from packtrain.run.run import Run
 from packtrain.store import Store, open_store
@@ -75,7 +75,7 @@ def ignore(kind: str, text: str) -> None:
 @pytest.mark.usefixtures("processes")
 def test_the_directory_of_a_live_node_is_left_alone(run: Run) -> None:
     process, directory = living(run)
-    sweep(run, ignore)
+    take_over_leftovers(run, ignore)
     assert directory.exists()
     assert texts(run) == []
     process.kill()
@@ -86,7 +86,7 @@ def test_the_directory_of_a_live_node_is_left_alone(run: Run) -> None:
 def test_the_last_output_of_a_dead_node_is_recovered_and_its_directory_removed(run: Run) -> None:
     directory = killed(run)
     told: list[str] = []
-    sweep(run, lambda _, text: told.append(text))
+    take_over_leftovers(run, lambda _, text: told.append(text))
     assert texts(run) == [(2, "and a half"), (2, "one"), (2, "three"), (2, "two")]
     assert not directory.exists()
     node = run.lease("dead")
@@ -104,7 +104,7 @@ def test_lines_that_the_store_already_has_are_not_recovered_again(run: Run) -> N
         writer.append(LogLine(1.0, 2, "dead", 2, "out", text))
     writer.flush()
     killed(run)
-    sweep(run, ignore)
+    take_over_leftovers(run, ignore)
     assert [text for _, text in texts(run)] == ["and a half", "one", "three", "two"]
 
 
@@ -114,9 +114,9 @@ def test_a_directory_is_kept_until_the_store_is_back(run: Run) -> None:
     away = FaultyStore(run.store)
     away.url = run.store.url
     away.refuse("put")
-    sweep(Run(away, run.name), ignore)
+    take_over_leftovers(Run(away, run.name), ignore)
     assert directory.exists()
-    sweep(run, ignore)
+    take_over_leftovers(run, ignore)
     assert not directory.exists()
     assert len(texts(run)) == 4
 
@@ -130,7 +130,7 @@ def start_orphan(directory: Path) -> subprocess.Popen[bytes]:
 def test_processes_of_a_dead_node_are_killed(run: Run) -> None:
     directory = killed(run)
     orphan = start_orphan(directory)
-    sweep(run, ignore)
+    take_over_leftovers(run, ignore)
     orphan.wait(30)
     assert not psutil.pid_exists(orphan.pid)
 
@@ -160,11 +160,11 @@ def test_a_process_with_the_number_of_an_earlier_one_is_killed(tmp_path: Path, m
 def test_directories_of_another_store_are_kept_for_a_week(run: Run, tmp_path: Path) -> None:
     other = new_run(open_store(str(tmp_path / "other"), create=True))
     directory = killed(other)
-    sweep(run, ignore)
+    take_over_leftovers(run, ignore)
     assert directory.exists()
     old = time.time() - 30 * 24 * 3600
     os.utime(directory, (old, old))
-    sweep(run, ignore)
+    take_over_leftovers(run, ignore)
     assert not directory.exists()
 
 
@@ -180,7 +180,7 @@ def test_directories_of_another_machine_are_left_alone(run: Run) -> None:
     moved_to(directory, "another-machine")
     old = time.time() - 30 * 24 * 3600
     for _ in range(2):
-        sweep(run, ignore)
+        take_over_leftovers(run, ignore)
         assert directory.exists()
         assert (node := run.lease("dead")) is not None
         assert not node.left
@@ -194,20 +194,20 @@ def test_directories_of_another_machine_that_died_long_ago_are_removed(run: Run)
     old = time.time() - 30 * 24 * 3600
     os.utime(directory, (old, old))
     os.utime(Path(run.store.url) / run.key("nodes/dead.json"), (old, old))
-    sweep(run, ignore)
+    take_over_leftovers(run, ignore)
     assert not directory.exists()
     assert len(texts(run)) == 4
 
 
-def test_directories_can_be_created_during_a_sweep(run: Run) -> None:
+def test_directories_can_be_created_during_a_takeover(run: Run) -> None:
     over = threading.Event()
 
-    def keep_sweeping() -> None:
+    def keep_taking_over() -> None:
         while not over.is_set():
-            sweep(run, ignore)
+            take_over_leftovers(run, ignore)
 
-    sweeper = threading.Thread(target=keep_sweeping)
-    sweeper.start()
+    takeover = threading.Thread(target=keep_taking_over)
+    takeover.start()
     try:
         for number in range(50):
             directory = NodeDirectory.create(run, f"n{number}")
@@ -215,7 +215,7 @@ def test_directories_can_be_created_during_a_sweep(run: Run) -> None:
             directory.remove()
     finally:
         over.set()
-        sweeper.join()
+        takeover.join()
 
 
 def test_a_file_system_without_locks_is_refused_with_advice(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -302,5 +302,5 @@ def test_only_one_of_many_clients_that_start_a_node_at_the_same_moment_succeeds(
     winner.kill()
     said = [client.communicate()[0] for client in clients]
     assert sorted(said) == [b"", b"", b"", b"joined\n"]
-    sweep(run, lambda *_: None)
+    take_over_leftovers(run, lambda *_: None)
     assert list(nodes_directory().iterdir()) == [], "the slot of a node that was killed is removed"

@@ -109,7 +109,9 @@ class NodeDirectory:
             unfinished.mkdir(mode=0o700, parents=True)  # workers meet in a file in it, and programs write checkpoints
             lock = _lock(unfinished)
             (unfinished / "owner.json").write_text(json.dumps(asdict(owner)), "utf-8")
-            unfinished.rename(path)  # only when it is complete and locked: a sweep skips it until then
+            unfinished.rename(
+                path
+            )  # only when it is complete and locked: a node that takes over leftovers skips it until then
         except OSError as error:
             shutil.rmtree(unfinished, ignore_errors=True)
             raise _no_locks(error) from None
@@ -131,7 +133,7 @@ def owner_of(path: Path) -> Owner | None:
         return None
 
 
-def sweep(run: Run, tell: TellEvent) -> None:
+def take_over_leftovers(run: Run, tell: TellEvent) -> None:
     """Take over what dead nodes left on this machine: their processes, logs, leases and files.
 
     Directories of other stores are removed only once they are old: their logs may still be wanted.
@@ -155,7 +157,7 @@ def sweep(run: Run, tell: TellEvent) -> None:
                 say(f"warning: keeping {path} for now: {error}")
                 lock.close()
                 continue
-        NodeDirectory(path, lock).remove()  # last: while it exists and is locked, no other sweep touches it
+        NodeDirectory(path, lock).remove()  # last: while it exists and is locked, no other node takes it over
 
 
 def _remove_slot(path: Path) -> None:

@@ -28,7 +28,7 @@ from packtrain.node.address import check_private
 from packtrain.node.assembly import QUIET, Assembly, LostNode
 from packtrain.node.causes import COUNTED, lost_machine, why_not_started
 from packtrain.node.deadline import Deadline, left_at_start, used_up
-from packtrain.node.directory import NodeDirectory, NodeSlot, sweep
+from packtrain.node.directory import NodeDirectory, NodeSlot, take_over_leftovers
 from packtrain.node.launcher import ForkServer, free_port
 from packtrain.node.lease import LeaseRenewer, hurried
 from packtrain.node.metrics import ProgramMetrics
@@ -66,7 +66,7 @@ _END_SECONDS = 20.0  # for the last records, after the deadline or if the store 
 LAST_KILL_SECONDS = 3.0  # for workers to die, at the end of the time after a signal
 STORE_HOURS = 24  # without an answer of the store, until the node gives up
 _CLEAN_UP_SECONDS = 3600.0  # in which a store that is away may come back, to clean up there
-_SWEEP_SECONDS = 10.0  # to finish taking over from dead nodes, before this one leaves
+_TAKEOVER_SECONDS = 10.0  # to finish taking over from dead nodes, before this one leaves
 
 
 class Node:
@@ -157,7 +157,8 @@ class Node:
         self.preemption.listen()
         flusher = Flusher([self.events, self._logs, self.metrics], complain)
         telemetry_flusher = Flusher([self._telemetry], complain, seconds=10.0)
-        sweeping = Task(lambda: sweep(self.run, self._tell), "sweep")  # a thread: uploading old logs may take long
+        # In a thread: uploading old logs may take long.
+        takeover = Task(lambda: take_over_leftovers(self.run, self._tell), "takeover")
         try:
             # The launcher starts in this directory, so that a program or a user's recipe is found by its relative path.
             (self.directory.path / "code").mkdir()
@@ -190,7 +191,7 @@ class Node:
                 self.end_workers,
                 self.fork_server.close,
                 self._echo.close,
-                lambda: sweeping.wait(_SWEEP_SECONDS),
+                lambda: takeover.wait(_TAKEOVER_SECONDS),
                 lambda: self._tell("machine", f"{self.name} is leaving"),
                 flusher.close,
                 telemetry_flusher.close,
@@ -581,7 +582,7 @@ class Node:
             except StoreError as error:
                 complain(error)
 
-        Task(remove, "clean up").wait(_SWEEP_SECONDS)  # the machine must not wait for a store that is away
+        Task(remove, "clean up").wait(_TAKEOVER_SECONDS)  # the machine must not wait for a store that is away
 
     # Called by the deadline, in its own thread: nothing here waits for the store.
 
