@@ -174,7 +174,7 @@ def starts_of_python(nodes: list[ast.AST]) -> Iterator[str]:
 def test_every_python_that_we_start_ignores_the_current_directory(nodes: Nodes) -> None:
     own = {path: nodes[path] for path in nodes if not str(path).endswith(AS_THE_USER_WROTE_IT)}
     assert [f"{path} {start}" for path in own for start in starts_of_python(own[path])] == []
-    scripts = lines(SOURCE.rglob("*.sh"))
+    scripts = lines([*SOURCE.rglob("*.sh"), *SOURCE.rglob("Dockerfile")])
     assert [place for place, line in scripts if PYTHON_IN_A_SHELL.search(line)] == []
 
 

@@ -47,7 +47,13 @@ def test_the_wheel_of_packtrain_is_the_same_every_time_and_installs(tmp_path: Pa
     assert own_wheel() == (name, data)
     with zipfile.ZipFile(io.BytesIO(data)) as wheel:
         assert wheel.testzip() is None
-        assert "packtrain/cli/__init__.py" in wheel.namelist()
+        names = set(wheel.namelist())
+    scripts = {
+        "Dockerfile",
+        "aws/boot.sh",
+        *(f"{name}.sh" for name in ("create", "find_any", "install", "prepare", "slurm")),
+    }
+    assert names >= {"packtrain/cli/__init__.py", *(f"packtrain/fleet/{name}" for name in scripts)}
     (tmp_path / name).write_bytes(data)
     target = tmp_path / "there"
     command = [sys.executable, "-m", "pip", "install", "--quiet", "--no-deps", "--no-index", "--target", str(target)]

@@ -23,6 +23,7 @@ from pathlib import Path, PurePosixPath
 from typing import IO
 
 from packtrain.errors import Mistake, PacktrainError
+from packtrain.fleet.scripts import script_text
 from packtrain.fleet.wheels import INSTALL, LOCK, SBOM, TOOLS, WHEELS, WheelSet, WheelTarget
 from packtrain.pack.manifest import Manifest, pack_key
 from packtrain.run.checkpoint import Checkpoint, committed
@@ -36,41 +37,6 @@ _MAX_SUMS_BYTES = 64 << 20
 _SUM = re.compile(r"([0-9a-f]{64})  (.+)")
 # Of a run's folder: who was alive, and what machines printed and used, is of no use elsewhere.
 _RUN_FILES = re.compile(r"(?:job\.json|code\.tar\.zst|pack\.txt|result\.json|(?:generations|events|metrics|time)/.+)")
-
-_INSTALL_SCRIPT = """\
-#!/bin/sh
-# Installs Packtrain {identity} for Python {python} without a network:  sh install.sh [DIRECTORY]
-set -eu
-fail() {{ echo "install.sh: $1" >&2; exit 1; }}
-directory=${{1:-environment}}
-case $directory in /*) ;; *) [ $# -eq 0 ] || directory=$PWD/$directory ;; esac
-cd "$(dirname "$0")"
-case $directory in /*) ;; *) directory=$PWD/$directory ;; esac
-[ -f SHA256SUMS ] || fail 'SHA256SUMS is missing, so the bundle is incomplete; copy it and unpack it again'
-sha256sum --check --quiet SHA256SUMS >&2 || fail 'the bundle is damaged; copy it and unpack it again'
-[ "$(uname -m)" = {machine} ] || fail "this machine is $(uname -m), and the bundle is for {machine}"
-for python in python{python} python3 none; do
-  "$python" -I -c 'import sys, venv; sys.exit(sys.version_info[:2] != ({version}))' 2>/dev/null && break
-done
-[ "$python" != none ] || fail 'no Python {python} here; install it, or make the bundle with --python'
-"$python" -I -m venv --clear --without-pip "$directory"
-pip() {{ "$directory/bin/python" tools/{pip}/pip {install} --require-hashes "$@"; }}
-pip --find-links wheels --requirement requirements.txt
-echo "own/{own} --hash=sha256:{own_digest}" > "$directory/own.txt"
-pip --requirement "$directory/own.txt"
-rm "$directory/own.txt"
-# Only a store that was created is one: an empty mount point must not be taken for it.
-"$directory/bin/python" -I -c 'from packtrain.store import open_store; open_store("store", create=True)'
-program=$directory/bin/packtrain
-case ":$PATH:" in
-  *":$HOME/.local/bin:"*)
-    if [ -L "$HOME/.local/bin/packtrain" ] || [ ! -e "$HOME/.local/bin/packtrain" ]; then
-      mkdir -p "$HOME/.local/bin" && ln -sfn "$program" "$HOME/.local/bin/packtrain" && program=packtrain
-    fi ;;
-esac
-echo "Installed $("$directory/bin/packtrain" --version) in $directory"
-{hints}
-"""
 
 
 class BundleWriter:
@@ -130,7 +96,8 @@ def add_wheels(writer: BundleWriter, wheels: WheelSet, target: WheelTarget, iden
     hints = ['echo "  cd $PWD"', 'echo "  $program run job/job.yaml"']
     if run is not None:
         hints.append(f'echo "  $program resume {run} --trust-code      # or continue the run, from its checkpoint"')
-    script = _INSTALL_SCRIPT.format(
+    script = script_text(
+        "install.sh",
         identity=identity,
         python=target.python,
         version=target.python.replace(".", ", "),

@@ -53,6 +53,7 @@ from packtrain.fleet.fleet import (
 from packtrain.fleet.ibm_account import IbmAccount, IbmRefusal, Server
 from packtrain.fleet.prices import list_price
 from packtrain.fleet.remote import Remote, Unreachable
+from packtrain.fleet.scripts import script_text
 from packtrain.fleet.ssh import SshFleet, SshSettings, in_parallel
 from packtrain.job import Job
 from packtrain.job.part import (
@@ -85,39 +86,6 @@ _TRANSIENT = {
     "flavor": {"not": {"type": "string", "pattern": f"^({'|'.join(_GPU_FLAVORS)})"}},  # it may be null
 }
 _GB = 10**9
-
-# $1: where to mount the second disk, or -. $2: gpu, or -. Prints nothing but its last line.
-_PREPARE = r"""
-set -eu
-root() { if [ "$(id -u)" = 0 ]; then "$@"; else sudo -n "$@"; fi; }
-fail() { echo "$*" >&2; exit 1; }
-if [ "$2" = gpu ]; then
-  nvidia-smi -L >/dev/null 2>&1 || fail 'no NVIDIA driver; use an image that has one, or install it by post_install'
-fi
-[ "$1" != - ] || { echo ready; exit 0; }
-if ! mountpoint -q "$1"; then
-  # The largest disk that nothing uses: neither it nor a part of it is mounted or swap. Smaller ones are IBM's own,
-  # with its metadata or the swap space.
-  disk= most=2000000000
-  for one in $(lsblk -dnpo NAME,TYPE | awk '$2 == "disk" { print $1 }'); do
-    [ -z "$(lsblk -nro MOUNTPOINT "$one" | tr -d ' \n')" ] || continue
-    size=$(lsblk -dnbo SIZE "$one")
-    [ "$size" -le "$most" ] || { most=$size; disk=$one; }
-  done
-  [ -n "$disk" ] || fail 'no second disk that is free; remove it from fleet.ibm.disks, or look with `lsblk`'
-  [ "$(lsblk -nro NAME "$disk" | wc -l)" = 1 ] || fail "$disk has partitions; it was not touched"
-  if [ -z "$(root blkid -p -o value -s TYPE "$disk" || true)" ]; then
-    # blkid knows file systems, not data: a disk that was written to without one is not blank.
-    [ "$(root head -c 1048576 "$disk" | tr -d '\0' | head -c 1 | wc -c)" = 0 ] ||
-      fail "$disk has no file system but is not blank; it was not touched"
-    root mkfs.ext4 -q -F -L packtrain "$disk" >&2
-  fi
-  root mkdir -p "$1"
-  root mount -o noatime "$disk" "$1"
-fi
-root mkdir -p "$1/packtrain"; root chown "$(id -u):$(id -g)" "$1/packtrain"; chmod 700 "$1/packtrain"
-echo ready
-"""
 
 
 def _read_gigabytes(value: object) -> int:
@@ -424,6 +392,7 @@ class IbmFleet(CloudFleet, Releases):
     def _prepared(self, run: Run, servers: Sequence[Server], say: Say) -> list[Server]:
         """Return the servers that ssh gets into, with their second disk mounted and, if they have a GPU, its driver."""
         settings = self._settings
+        # What prepare.sh is told: where to mount the second disk, and whether there has to be a driver; or -.
         mount = settings.mount if len(settings.disks) > 1 else "-"
         gpu = "gpu" if (settings.flavor or "").startswith(_GPU_FLAVORS) else "-"
         limit = settings.provision.value if settings.post_install else _LOGIN_SECONDS
@@ -432,7 +401,7 @@ class IbmFleet(CloudFleet, Releases):
             backoff = Backoff(0.5, 10.0, limit_seconds=limit)
             while True:
                 try:
-                    self._remote(run, server).script(_PREPARE, [mount, gpu])
+                    self._remote(run, server).script(script_text("prepare.sh"), [mount, gpu])
                     return server
                 except Unreachable as fault:
                     # A server that answers may still run its post-install script, which may bring what is missing.

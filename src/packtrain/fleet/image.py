@@ -22,6 +22,7 @@ from pathlib import Path
 
 from packtrain.errors import Mistake, nearest, quoted
 from packtrain.files import sha256_of
+from packtrain.fleet.scripts import script_text
 from packtrain.fleet.wheels import INSTALL, LOCK, SBOM, Torch, WheelSet, WheelTarget, download
 from packtrain.identity import identity
 from packtrain.system import cache_directory
@@ -37,42 +38,6 @@ _BASE = re.compile(r"[A-Za-z0-9][A-Za-z0-9._:/-]*(?:@sha256:[0-9a-f]{64})?")
 _DIGEST = re.compile(r"sha256:[0-9a-f]{64}")
 _LAST_LINES = 40
 _USER = 65532  # no name: any other works as well
-
-# Wheels are mounted, not copied: they would be a layer that stays in the image. Each command has the digests of what is
-# mounted, because podman and buildah take a layer from their cache by its command alone.
-_DOCKERFILE = """\
-# Packtrain {identity}: {target}. Build it in this directory, without a network:
-#   docker build --tag packtrain .
-FROM {base}
-
-# Dependencies: a large layer, the same for many versions of Packtrain.
-RUN --mount=type=bind,source=tools,target=/build/tools \\
-    --mount=type=bind,source=wheels,target=/build/wheels \\
-    --mount=type=bind,source={lock},target=/build/{lock} \\
-    echo "{lock_digest}  /build/{lock}" | sha256sum --check --quiet && \\
-    python3 -I -c 'import sys; sys.exit("the base image has Python %d.%d, but the wheels are for {dotted}" \
-% sys.version_info[:2] if sys.version_info[:2] != ({python}) else 0)' && \\
-    python3 -I -m venv --without-pip {venv_options}/opt/packtrain && \\
-    /opt/packtrain/bin/python /build/tools/{pip}/pip {install} --no-compile \\
-      --require-hashes --find-links /build/wheels --requirement /build/{lock} && \\
-    (/opt/packtrain/bin/python -I -m compileall -qq -j 0 /opt/packtrain/lib || true)
-
-# Packtrain itself: small. Kubernetes may run it as any user, so everyone can write to the home directory.
-RUN --mount=type=bind,source=tools,target=/build/tools --mount=type=bind,source=own,target=/build/own \\
-    echo "/build/own/{own} --hash=sha256:{own_digest}" > /opt/packtrain/own.txt && \\
-    /opt/packtrain/bin/python /build/tools/{pip}/pip {install} \\
-      --require-hashes --requirement /opt/packtrain/own.txt && \\
-    rm /opt/packtrain/own.txt && mkdir -m 1777 /home/packtrain
-COPY Dockerfile {lock} {sbom} /opt/packtrain/
-
-# USER in the environment: a name for users that have none.
-ENV PATH=/opt/packtrain/bin:$PATH HOME=/home/packtrain USER=packtrain PYTHONUNBUFFERED=1{variables}
-WORKDIR /home/packtrain
-USER {user}:{user}
-ENTRYPOINT ["packtrain"]
-{command}
-LABEL {labels}
-"""
 
 # Any address: it is the container's own, and other machines reach it by a published port only. They need a token.
 _SERVE = """\
@@ -159,9 +124,12 @@ def write_context(request: ImageRequest, directory: Path, base: str, say: Callab
 
 
 def dockerfile(request: ImageRequest, base: str, wheels: WheelSet) -> str:
+    # Wheels are mounted, not copied: they would be a layer that stays in the image. Each command has the digests of
+    # what is mounted, because podman and buildah take a layer from their cache by its command alone.
     target = request.target
     gpu = " NVIDIA_VISIBLE_DEVICES=all NVIDIA_DRIVER_CAPABILITIES=compute,utility"
-    return _DOCKERFILE.format(
+    return script_text(
+        "Dockerfile",
         identity=identity(),
         target=target,
         base=base,

@@ -64,6 +64,7 @@ from packtrain.fleet.fleet import (
     values_of,
 )
 from packtrain.fleet.host import Facts, StartedNode
+from packtrain.fleet.scripts import script_text
 from packtrain.fleet.wheels import own_wheel
 from packtrain.job import Job
 from packtrain.job.part import Argument, Count, Location, Ordinal, Seconds, StorePath, is_set, rules_in_schema
@@ -95,50 +96,6 @@ _ENDED = {"COMPLETED", "CANCELLED", "FAILED", "TIMEOUT", "NODE_FAIL", "OUT_OF_ME
 _UNAVAILABLE = "node configuration is not available"  # sbatch says this even if the nodes are only drained or down
 # Variables that every program needs; no others leave this machine, except for the job's and the store's.
 _PLAIN_VARIABLES = ("HOME", "PATH", "USER", "LANG", "PACKTRAIN_CACHE")
-
-_SCRIPT = """#!/bin/bash
-# {run}: one node on each machine; they coordinate through the store.
-# Submit it by hand with:  sbatch slurm.sh
-{header}
-
-# {notice} s before the time limit Slurm sends SIGUSR1: nodes commit and leave, and the job is requeued.
-export {variable}={notice}
-noticed=no
-trap 'noticed=$SECONDS; kill -USR1 "$nodes" 2>/dev/null' USR1
-# SIGTERM comes from scancel, or {notice} s after the notice from the time limit. A requeue would undo a scancel.
-cancelled=no
-trap '[ "$noticed" != no ] && [ $((SECONDS - noticed)) -ge {almost} ] || cancelled=yes
-  kill -TERM "$nodes" 2>/dev/null' TERM
-
-{environment}srun --export=ALL --kill-on-bad-exit=0 --ntasks-per-node=1 --cpu-bind=none \\
-  {command} &
-nodes=$!
-while kill -0 "$nodes" 2>/dev/null; do wait "$nodes"; done # a signal ends the wait, but not the nodes
-wait "$nodes"
-code=$?
-
-# srun exits with the highest code of all nodes, so one that was killed may hide that the others only left. Without a
-# notice srun itself may have failed: it kills all nodes (137) after losing touch with one that is back already.
-again=no
-if [ "$noticed" != no ]; then
-  case "$code" in {over}) ;; *) again=yes ;; esac # these say that the run is over
-elif [ "$cancelled" = no ] && [ "$code" != {done} ]; then
-  # Asks the store for the run's result, and counts: a job that always fails must not be requeued forever.
-  {decide} --job "$SLURM_JOB_ID" --code "$code" && again=yes
-fi
-if [ "$again" = yes ]; then
-  # By its place in the array: the first job of an array has the array's own number, and requeuing that number would
-  # requeue all of them.
-  job="${{SLURM_ARRAY_TASK_ID:+${{SLURM_ARRAY_JOB_ID}}_}}${{SLURM_ARRAY_TASK_ID:-$SLURM_JOB_ID}}"
-  # More than once: a machine that has just lost its network may not reach the controller yet.
-  for pause in 5 15 30 60 0; do
-    [ "$cancelled" = no ] || break # maybe only just now
-    scontrol requeue "$job" && break
-    sleep "$pause"
-  done
-fi
-exit "$code"
-"""
 
 
 class SlurmSettings(FleetBuilder):
@@ -350,7 +307,8 @@ def script(run: Run, job: Job, settings: SlurmSettings) -> str:
         commands = create_commands(Path(settings.bundle), "srun --export=ALL --ntasks-per-node=1 --cpu-bind=none")
         environment = f"# Makes the Python environment on every machine, once.\n{commands}\n\n"
     decide = ("-P", "-m", "packtrain.fleet.slurm", "--run", run.name, *store_arguments(run))
-    return _SCRIPT.format(
+    return script_text(
+        "slurm.sh",
         run=run.name,
         header="\n".join(f"#SBATCH {option}" for option in _sbatch_options(run, job, settings)),
         command=f"{shown} {shlex.join(command)}",

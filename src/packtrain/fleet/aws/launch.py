@@ -42,6 +42,7 @@ from packtrain.fleet.aws.volumes import gibibytes
 from packtrain.fleet.cloud import budget_seconds, label_of, tags_of
 from packtrain.fleet.environment import FIND, write_archive
 from packtrain.fleet.fleet import LaunchPlan, node_arguments, values_of
+from packtrain.fleet.scripts import script_text
 from packtrain.identity import identity, source
 from packtrain.run.run import Run
 from packtrain.store.services import checked_endpoint
@@ -246,10 +247,7 @@ def _group(settings: AwsSettings, label: str, tags: Tags) -> dict[str, Any]:
 def boot_script(run: Run, settings: AwsSettings, ends: float) -> str:
     """Return the script. `ends` is when the machine has to be gone at the latest, in seconds since 1970."""
     head = ["#!/bin/bash", f"# Packtrain: takes part in {run.name} and then ends this machine."]
-    body = source()["fleet/aws/boot.sh"].decode()
-    for word, code in _EXITS.items():
-        body = body.replace(f"@{word}@", str(code))
-    return "\n".join([*head, *_variables(run, settings, ends), body])
+    return "\n".join([*head, *_variables(run, settings, ends), script_text("aws/boot.sh", **_EXITS)])
 
 
 def put_environment(run: Run, settings: AwsSettings) -> None:
