@@ -14,7 +14,6 @@ import os
 import resource
 import socket
 import ssl
-from collections.abc import Collection
 from contextlib import suppress
 from datetime import UTC, datetime
 from pathlib import Path
@@ -159,7 +158,11 @@ def log_line(scope: Scope, route: str, status: int, seconds: float, details: str
 
 def server_config(app: ASGIApp, **options: Any) -> uvicorn.Config:
     """Return uvicorn's settings: limits of connections and times, and nothing printed."""
-    allow_many_files()
+    # As many open files, each connection being one, as this process may have.
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    limit = _FILES_PER_PROCESS if hard == resource.RLIM_INFINITY else min(hard, _FILES_PER_PROCESS)
+    if soft != resource.RLIM_INFINITY and soft < limit:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (limit, hard))
     return uvicorn.Config(
         app,
         http=PatientProtocol,
@@ -225,17 +228,3 @@ class PatientProtocol(H11Protocol):
         self._impatience = None
         if self.cycle is None or self.cycle.response_complete:
             self.transport.close()
-
-
-def allow_many_files() -> None:
-    """Raise the limit of open files, each connection being one, as far as this process may."""
-    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    limit = _FILES_PER_PROCESS if hard == resource.RLIM_INFINITY else min(hard, _FILES_PER_PROCESS)
-    if soft != resource.RLIM_INFINITY and soft < limit:
-        resource.setrlimit(resource.RLIMIT_NOFILE, (limit, hard))
-
-
-def known_route(path: str, routes: Collection[str]) -> str:
-    """Return the path as the log has it: the longest known one that it starts with."""
-    prefixes = [route for route in routes if path == route or (route.endswith("/") and path.startswith(route))]
-    return max(prefixes, key=len, default="other")

@@ -167,7 +167,7 @@ def test_an_evaluation_is_that_of_training(any_run: tuple[Run, list[str]], tmp_p
     [found] = evaluated(run_subject(run))
     recipe = recipe_on(run, tmp_path)
     engine = Engine(recipe, run.job.train, World())
-    engine.evaluation_model().load_state_dict(run_subject(run).load().model.state_dict())
+    engine.evaluation_model().load_state_dict(run_subject(run).load()[0].state_dict())
     scores = evaluate_in_training(engine, recipe, World(), "valid", None, run.job.evaluate.beam)
     assert scores is not None
     assert values(found) == pytest.approx(scores.values, rel=1e-4)

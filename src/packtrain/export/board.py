@@ -126,21 +126,6 @@ _ADVICE = (
 )
 
 
-@dataclass(frozen=True)
-class _LookAnswer:
-    """The answer of `_LOOK`: of the folder all `names`, and `digests` if it holds this model already.
-
-    `free_bytes` is None if there is no df.
-    """
-
-    words: frozenset[str]
-    digests: Mapping[str, str]
-    names: tuple[str, ...]
-    staged: Mapping[str, Staged]
-    free_bytes: int | None
-    manifest: bytes | None
-
-
 @dataclass
 class BoardDestination(Destination):
     """`path` is that of the model's folder; a relative one begins at the user's home."""
@@ -162,24 +147,42 @@ class BoardDestination(Destination):
 
     def look(self, files: Sequence[StoredFile]) -> Mapping[str, Staged] | None:
         names = [file.name for file in files]
-        answer = _parse_look(self._script(_LOOK, [files[-1].sha256, *names], files))
+        lines = self._script(_LOOK, [files[-1].sha256, *names], files)
         self._has_answered = True
-        if "link" in answer.words:
+        end = lines.index("manifest") if "manifest" in lines else len(lines)
+        manifest = "\n".join(lines[end + 1 :]).encode() if end < len(lines) else None
+        if "link" in lines[:end]:
             raise Mistake(f"{self.where}: is a symbolic link; name the directory that it leads to")
-        if "file" in answer.words:
+        if "file" in lines[:end]:
             raise Mistake(f"{self.where}: is a file; choose another name")
-        if "foreign" in answer.words:
+        if "foreign" in lines[:end]:
             raise Mistake(f"{self.host}: {self._stage} belongs to somebody else; choose another directory")
-        if answer.names:
-            self.check_replaced(answer.manifest, answer.names)
-        if all(answer.digests.get(file.name) == file.sha256 for file in files):
+        digests: dict[str, str] = {}  # if the folder holds this model already
+        staged: dict[str, Staged] = {}
+        present, free = [], None  # all files of the folder; without df there nobody knows what is free
+        for line in lines[:end]:
+            word, _, detail = line.partition(" ")
+            if word == "there":
+                digest, _, name = detail.partition(" ")
+                digests[name] = digest
+            elif word == "staged":
+                digest, size, name = detail.split(" ", 2)
+                staged[name] = Staged(int(size), digest)
+            elif word == "other":
+                present.append(detail)
+            elif word == "free" and detail.isdecimal():
+                free = int(detail) * 1024
+        if present:
+            is_small = manifest is not None and len(manifest) <= MAX_MANIFEST_BYTES
+            self.check_replaced(manifest if is_small else None, present)
+        if all(digests.get(file.name) == file.sha256 for file in files):
             self._script(_FORGET, (), ())
             return None
-        needed, free = missing_bytes(files, answer.staged), answer.free_bytes
+        needed = missing_bytes(files, staged)
         if free is not None and needed > free - SPARE_BYTES:
             self._script(_FORGET, (), ())
             raise full_disk(self.where, needed, free - SPARE_BYTES)
-        return answer.staged
+        return staged
 
     def send(self, file: StoredFile, path: Path, start: int, moved: Callable[[int], None]) -> None:
         command = ["sh", "-c", f'{_SEND}{">>" if start else ">"}"$1"', self._stage, f"{self._stage}/{file.name}"]
@@ -234,23 +237,3 @@ class BoardDestination(Destination):
             return full_disk(self.where, 0)
         text = next((text for pattern, text in _ADVICE if re.search(pattern, fault)), fault)
         return Mistake(f"{self.where}: {text}")
-
-
-def _parse_look(lines: Sequence[str]) -> _LookAnswer:
-    end = lines.index("manifest") if "manifest" in lines else len(lines)
-    manifest = "\n".join(lines[end + 1 :]).encode() if end < len(lines) else None
-    digests, staged, names, free = {}, {}, [], None
-    for line in lines[:end]:
-        word, _, detail = line.partition(" ")
-        if word == "there":
-            digest, _, name = detail.partition(" ")
-            digests[name] = digest
-        elif word == "staged":
-            digest, size, name = detail.split(" ", 2)
-            staged[name] = Staged(int(size), digest)
-        elif word == "other":
-            names.append(detail)
-        elif word == "free" and detail.isdecimal():
-            free = int(detail) * 1024
-    is_small = manifest is not None and len(manifest) <= MAX_MANIFEST_BYTES
-    return _LookAnswer(frozenset(lines[:end]), digests, tuple(names), staged, free, manifest if is_small else None)

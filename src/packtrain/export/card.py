@@ -18,8 +18,6 @@ from packtrain.report.markdown import plain
 if TYPE_CHECKING:
     from packtrain.export.onnx import OwnGraph
 
-_UNKNOWN_LICENSE = "other"  # as the hub calls a license that it does not know
-
 
 def card_of(
     manifest: ModelManifest, job: Job, recipe: Recipe, license_name: str | None, own_graph: OwnGraph | None = None
@@ -34,7 +32,8 @@ def card_of(
 
 def _front_matter(manifest: ModelManifest, job: Job, recipe: Recipe, license_name: str | None) -> dict[str, Any]:
     task = recipe.words.hub_task
-    matter: dict[str, Any] = {"license": license_name or _UNKNOWN_LICENSE, "library_name": manifest.form}
+    # "other" is the hub's word for a license that it does not know.
+    matter: dict[str, Any] = {"license": license_name or "other", "library_name": manifest.form}
     if task:
         matter["pipeline_tag"] = task
     matter["tags"] = ["packtrain", manifest.recipe.partition(":")[0], manifest.precision]
@@ -65,10 +64,8 @@ def _body(
 ) -> Iterator[str]:
     origin = manifest.origin
     exported_on = datetime.fromtimestamp(origin.made, UTC).strftime("%Y-%m-%d")
-    yield f"# {job.name}"
-    yield ""
-    yield f"A model of the recipe `{manifest.recipe}`, trained with Packtrain; {manifest.form}, {manifest.precision}."
-    yield ""
+    yield f"# {job.name}\n"
+    yield f"A model of the recipe `{manifest.recipe}`, trained with Packtrain; {manifest.form}, {manifest.precision}.\n"
     if own_graph is None:
         yield "```console"
         yield "$ packtrain predict . " + ("photo.jpg" if recipe.inputs == "images" else '"A sentence."')
@@ -80,9 +77,7 @@ def _body(
         for word, values in (("input", own_graph.inputs), ("output", own_graph.outputs)):
             for value in values:
                 yield f"| {word} | {_code(value.name)} | {value.type} | {' x '.join(map(str, value.shape))} |"
-    yield ""
-    yield "## Scores"
-    yield ""
+    yield "\n## Scores\n"
     yield "| metric | value | of | on |"
     yield "| --- | --- | --- | --- |"
     for split, scores in _by_split(manifest.scores).items():
@@ -93,14 +88,10 @@ def _body(
         yield f"| {plain(parity.metric)} | {parity.trained:.4g} | the run | {where} |"
         yield f"| {plain(parity.metric)} | {parity.exported:.4g} | this model | {where} |"
     for parity in manifest.parity:
-        yield ""
-        yield f"On these samples, {plain(parity.metric)} of this model is {drop_in_words(parity)} than in the run."
+        yield f"\nOn these samples, {plain(parity.metric)} of this model is {drop_in_words(parity)} than in the run."
         if parity.signature:
-            yield ""
-            yield f"Signature of {plain(parity.metric)}: {_code(parity.signature)}."
-    yield ""
-    yield "## Data"
-    yield ""
+            yield f"\nSignature of {plain(parity.metric)}: {_code(parity.signature)}."
+    yield "\n## Data\n"
     for split in ("train", "valid", "test"):
         for source in getattr(job.data, split):
             names = (path.partition("?")[0].rstrip("/").rpartition("/")[2] for path in source.paths)
@@ -108,16 +99,13 @@ def _body(
     if job.data.held_out is not None:
         yield f"- valid: {job.data.share} of train, held out"
     if recipe.inputs == "images":
-        yield ""
         yield (
-            "It was trained on pictures as packs store them: re-encoded JPEGs. Their pixels differ from the"
+            "\nIt was trained on pictures as packs store them: re-encoded JPEGs. Their pixels differ from the"
             " originals by 0.003 to 0.05 of 255 on average in photographs, and by 0.16 in drawings. Packtrain"
             " prepares pictures in the same way when it predicts; programs that decode the originals may get other"
             " answers."
         )
-    yield ""
-    yield "## How it was made"
-    yield ""
+    yield "\n## How it was made\n"
     steps = f"step {origin.step:,}" + (
         f", the mean of {len(origin.checkpoints)} checkpoints" if origin.checkpoints[1:] else ""
     )
@@ -128,9 +116,7 @@ def _body(
         yield f"- started from {job.parent.identified}"
     yield f"- pack `{origin.pack}`; SHA-256 of the job {origin.job}"
     yield "- `model.json` has the SHA-256 of every file here"
-    yield ""
-    yield "## License"
-    yield ""
+    yield "\n## License\n"
     yield license_name or "Not stated. The licenses of the data apply to what was learned from it, too."
 
 

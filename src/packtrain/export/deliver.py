@@ -248,7 +248,7 @@ class FolderDestination(Destination):
                 staged[name] = Staged(path.stat().st_size, sha256_of(path))
             needed, free = missing_bytes(files, staged), shutil.disk_usage(self._stage).free - SPARE_BYTES
             if needed > free:
-                self._forget()
+                shutil.rmtree(self._stage, ignore_errors=True)
                 raise full_disk(self.where, needed, free)
             return staged
 
@@ -281,16 +281,13 @@ class FolderDestination(Destination):
             replace_folder(self._stage, self._target)
         return []
 
-    def _forget(self) -> None:
-        shutil.rmtree(self._stage, ignore_errors=True)
-
     @contextmanager
     def _explained(self) -> Iterator[None]:
         try:
             yield
         except OSError as error:
             if error.errno in (errno.ENOSPC, errno.EDQUOT):
-                self._forget()  # others need the space, too
+                shutil.rmtree(self._stage, ignore_errors=True)  # others need the space, too
                 raise full_disk(self.where, 0) from None
             raise Mistake(f"{self.where}: {error.strerror}; choose another directory") from None
 
@@ -304,12 +301,15 @@ def _is_same(path: Path, file: StoredFile) -> bool:
 
 
 def replace_folder(replacement: Path, target: Path) -> None:
-    """Give `new` the name of `target`, which may be there; nobody finds half of either under that name."""
+    """Give `replacement` the name of `target`, which may be there; nobody finds half of either under that name."""
     if not target.exists():
         replacement.rename(target)
-    elif _exchange(replacement, target):
+        return
+    call = getattr(ctypes.CDLL(None, use_errno=True), "renameat2", None)
+    cwd, exchange = -100, 2  # AT_FDCWD, RENAME_EXCHANGE
+    if call is not None and call(cwd, os.fsencode(replacement), cwd, os.fsencode(target), exchange) == 0:
         shutil.rmtree(replacement)
-    else:  # a file system that cannot: for a moment there is none
+    else:  # a kernel or a file system that cannot swap two names: for a moment there is none
         previous = target.with_name(f".{target.name}.old")
         shutil.rmtree(previous, ignore_errors=True)
         target.rename(previous)
@@ -319,13 +319,6 @@ def replace_folder(replacement: Path, target: Path) -> None:
             previous.rename(target)
             raise
         shutil.rmtree(previous)
-
-
-def _exchange(first: Path, second: Path) -> bool:
-    """Swap two names in one step; False if the kernel or the file system cannot."""
-    call = getattr(ctypes.CDLL(None, use_errno=True), "renameat2", None)
-    cwd, exchange = -100, 2  # AT_FDCWD, RENAME_EXCHANGE
-    return call is not None and call(cwd, os.fsencode(first), cwd, os.fsencode(second), exchange) == 0
 
 
 class BucketDestination(Destination):
@@ -356,20 +349,15 @@ class BucketDestination(Destination):
     def _delivered_names(self, sizes: Mapping[str, int]) -> set[str]:
         """Return the names of what an earlier delivery has put there; raise if there is anything else."""
         names = set(sizes) - {self._NAMES}
-        listed = self._listed() if self._NAMES in sizes else None
-        if listed is not None and names <= listed:
-            return names
+        if self._NAMES in sizes:
+            with suppress(ValueError):
+                listed = json.loads(self._store.get(self._NAMES, self._NAMES_BYTES))
+                if isinstance(listed, list) and names <= {name for name in listed if isinstance(name, str)}:
+                    return names
         if names:
             manifest = self._store.find(MANIFEST, MAX_MANIFEST_BYTES) if MANIFEST in sizes else None
             self.check_replaced(manifest, names)
         return names
-
-    def _listed(self) -> set[str] | None:
-        try:
-            names = json.loads(self._store.get(self._NAMES, self._NAMES_BYTES))
-        except ValueError:
-            return None
-        return {name for name in names if isinstance(name, str)} if isinstance(names, list) else None
 
     def send(self, file: StoredFile, path: Path, start: int, moved: Callable[[int], None]) -> None:  # noqa: ARG002
         if file.name != MANIFEST:  # which `commit` puts, when all others are right

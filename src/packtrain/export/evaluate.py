@@ -58,23 +58,16 @@ class EvaluateOptions:
 
 
 @dataclass(frozen=True)
-class Loaded:
-    """A model in memory, and the step of its weights."""
-
-    model: Any
-    step: int
-
-
-@dataclass(frozen=True)
 class Subject:
     """A model to evaluate. `recipe` has its own splits, unless `absent` says why it has not.
 
-    `load` is called when it is needed, so that two large models are not in memory together.
+    `load` returns the model and the step of its weights. It is called when it is needed, so that two large models are
+    not in memory together.
     """
 
     name: str
     recipe: Recipe
-    load: Callable[[], Loaded]
+    load: Callable[[], tuple[Any, int]]
     absent: str = ""
 
 
@@ -143,10 +136,10 @@ def run_subject(run: Run, choice: Choice = "last", accept: Accept = refuse) -> S
     recipe = recipe_for(run, accept, "evaluate")
     candidates(run, choice)  # before data is packed: without a checkpoint there is nothing to evaluate
 
-    def load() -> Loaded:
+    def load() -> tuple[Any, int]:
         # Accepted above, so a person is not asked twice.
         _, model, checkpoint = load_model(run, choice, accept=lambda _: None, purpose="evaluate")
-        return Loaded(model, checkpoint.step)
+        return model, checkpoint.step
 
     return Subject(run.name, recipe, load)
 
@@ -157,13 +150,8 @@ def folder_subject(folder: Path, store: Callable[[], Store]) -> Subject:
     home, origin = model.recipe, model.manifest.origin
     pack = _own_pack(model, store)
     absent = f"the splits of {origin.run} are not in this store; pass --data, or --store with pack {origin.pack}"
-
-    def load() -> Loaded:
-        return Loaded(model.network(), origin.step)
-
-    if pack is None:
-        return Subject(str(folder), home, load, absent)
-    return Subject(str(folder), type(home)(home.job, pack), load)
+    recipe = home if pack is None else type(home)(home.job, pack)
+    return Subject(str(folder), recipe, lambda: (model.network(), origin.step), absent if pack is None else "")
 
 
 def _own_pack(model: ExportedModel, store: Callable[[], Store]) -> Pack | None:
@@ -240,7 +228,12 @@ class _LaterData:
                 place = printable(source.paths[0], 200)
                 raise Mistake(f"--data: {place} has {kind}, but {recipe.job.recipe} needs {recipe.kind}")
         data = recipe.job.data.model_copy(update={"train": (), "valid": (), LATER: sources})
-        learned = _learned(recipe.pack)
+        own, own_manifest = recipe.pack, recipe.pack.manifest
+        learned = Learned(
+            tuple(own_manifest.classes),
+            own.vocabulary.to_json() if own_manifest.vocabulary else None,
+            own.target_vocabulary.to_json() if own_manifest.target_vocabulary else None,
+        )
         # Two models that learned the same can share a pack.
         key = learned, data.sizes
         if key not in self._packed:
@@ -252,31 +245,16 @@ class _LaterData:
                 raise Mistake(f"--data: {mistake.fault}") from None
         pack = SamplePack(self._store, self._packed[key], self._folder / "cache", recipe.pack)
         job = recipe.job.model_copy(update={"data": data})
-        return EvaluationTask(type(recipe)(job, pack), LATER, _class_notes(pack))
+        classes = pack.manifest.classes
+        notes: list[str] = []
+        if classes and (num_present := len(np.unique(pack.split(LATER).plain("label")))) != len(classes):
+            notes = [f"the data has {num_present:,} of the {len(classes):,} classes of the model"]
+        return EvaluationTask(type(recipe)(job, pack), LATER, notes)
 
     def _local(self, source: Source) -> Source:
         if any(path.startswith("store:") for path in source.paths):
             raise Mistake("--data: store: names no store here; pass a path, or an s3:// or https:// URL")
         return local_source(source, self._store, cache_directory() / "sources", self._progress.say)
-
-
-def _learned(pack: Pack) -> Learned:
-    manifest = pack.manifest
-    return Learned(
-        tuple(manifest.classes),
-        pack.vocabulary.to_json() if manifest.vocabulary else None,
-        pack.target_vocabulary.to_json() if manifest.target_vocabulary else None,
-    )
-
-
-def _class_notes(pack: Pack) -> list[str]:
-    classes = pack.manifest.classes
-    if not classes:
-        return []
-    num_present = len(np.unique(pack.split(LATER).plain("label")))
-    if num_present == len(classes):
-        return []
-    return [f"the data has {num_present:,} of the {len(classes):,} classes of the model"]
 
 
 # Evaluations.
@@ -336,19 +314,22 @@ def _evaluated(subject: Subject, task: EvaluationTask, options: EvaluateOptions,
     count = recipe.count(split)
     ids = spread(count, count if options.samples is None else options.samples)
     beam = options.beam or recipe.job.evaluate.beam
-    loaded = subject.load()
+    model, step = subject.load()
     started = time.perf_counter()
     with progress.track(f"evaluating {subject.name} in batches", None) as advance:
         request = EvaluationRequest(split, ids, ids, beam, LAST_EPOCH, lambda: advance(1), by_sample=True)
-        measured = recipe.measure(loaded.model, request)
+        measured = recipe.measure(model, request)
     scores = recipe.score(split, ids, [measured])
     seconds = time.perf_counter() - started
-    statistics = recipe.statistics(split, ids, measured) if measured.rows else {}
-    statistics = _matching(statistics, scores.values)
+    statistics = {  # of these scores: a recipe derived from another may define a score of that name anew
+        name: statistic
+        for name, statistic in (recipe.statistics(split, ids, measured) if measured.rows else {}).items()
+        if name in scores.values and np.isclose(statistic.value, scores.values[name], rtol=1e-6, atol=1e-9)
+    }
     resamples = resampled(statistics)
     return ModelScores(
         subject,
-        loaded.step,
+        step,
         split,
         len(ids),
         count,
@@ -382,15 +363,6 @@ def _predictions(
         }
         for place, (sample, record) in enumerate(zip(ids.tolist(), records, strict=True))
     ]
-
-
-def _matching(statistics: Mapping[str, Statistic], values: Mapping[str, float]) -> dict[str, Statistic]:
-    """Return the statistics of these scores; a recipe derived from another may define a score of that name anew."""
-    return {
-        name: statistic
-        for name, statistic in statistics.items()
-        if name in values and np.isclose(statistic.value, values[name], rtol=1e-6, atol=1e-9)
-    }
 
 
 # Comparisons.

@@ -195,18 +195,16 @@ def home_job(job: Job, files: Sequence[str]) -> Job:
             "store": "./store",
             "code": ".",
             "environment": (),
-            "data": job.data.map_paths(_file_name),
+            # The query of an address may be a signature.
+            "data": job.data.map_paths(
+                lambda path: re.split(r"[/\\]", re.split(r"[?#]", path)[0].rstrip("/"))[-1] or "data"
+            ),
             "model": job.model.model_copy(update={"options": options}),
             "checkpoint": CheckpointSettings(),
             "fleet": FleetSettings(),
             "budget": BudgetSettings(),
         }
     )
-
-
-def _file_name(path: str) -> str:
-    # The query of an address may be a signature.
-    return re.split(r"[/\\]", re.split(r"[?#]", path)[0].rstrip("/"))[-1] or "data"
 
 
 def _check_target(folder: Path, run: Run, may_replace: bool) -> None:

@@ -80,7 +80,6 @@ def _unsupported(*harmless: Any) -> PlainValidator:
 
 
 Beam = Annotated[int, Field(ge=1, le=MAX_BEAM)]
-Seed = Annotated[int, Field(ge=0, le=_MAX_SEED)]
 
 
 class PredictOptions(_RequestModel):
@@ -96,7 +95,9 @@ class PredictOptions(_RequestModel):
     repetition: Annotated[float, Field(ge=1, le=100)] | None = Field(
         None, description="Repetition penalty; values above 1 discourage repeats."
     )
-    seed: Seed | None = Field(None, description="Random seed: the same request gets the same sampled outputs.")
+    seed: Annotated[int, Field(ge=0, le=_MAX_SEED)] | None = Field(
+        None, description="Random seed: the same request gets the same sampled outputs."
+    )
     n_best: Beam | None = Field(None, description="Return this many outputs with their scores.")
 
 
@@ -435,7 +436,16 @@ def openapi(model: ModelEntry, version: str, needs_token: bool) -> dict[str, Any
     """Return the OpenAPI description of a service with this model."""
     _, definitions = models_json_schema(_SHAPES, ref_template="#/components/schemas/{model}")
     facts = model.packtrain
-    paths: dict[str, Any] = {"/v1/predict": {"post": _predict_operation(facts)}}
+    accepted: dict[str, Any] = {_JSON: _schema(PredictRequest)}
+    predict = _operation("predict", "Predict for one or more inputs.", accepted, {_JSON: _schema(PredictResponse)})
+    if facts.inputs == "images":
+        accepted["image/*"] = {"schema": {}}  # the file itself
+        options = PredictOptions.model_json_schema()["properties"]
+        predict["parameters"] = [
+            {"name": name, "in": "query", "required": False, "schema": options[name], "description": "With image/*."}
+            for name in facts.options
+        ]
+    paths: dict[str, Any] = {"/v1/predict": {"post": predict}}
     if facts.inputs == "texts":
         for path, name, request, response, chunk in (
             ("/v1/chat/completions", "createChatCompletion", ChatRequest, ChatCompletion, ChatChunk),
@@ -474,19 +484,6 @@ def _schema(shape: type[BaseModel]) -> dict[str, Any]:
 
 def _any(kind: str) -> dict[str, Any]:
     return {"schema": {"type": kind}}
-
-
-def _predict_operation(facts: ModelFacts) -> dict[str, Any]:
-    request: dict[str, Any] = {_JSON: _schema(PredictRequest)}
-    operation = _operation("predict", "Predict for one or more inputs.", request, {_JSON: _schema(PredictResponse)})
-    if facts.inputs == "images":
-        request["image/*"] = {"schema": {}}  # the file itself
-        options = PredictOptions.model_json_schema()["properties"]
-        operation["parameters"] = [
-            {"name": name, "in": "query", "required": False, "schema": options[name], "description": "With image/*."}
-            for name in facts.options
-        ]
-    return operation
 
 
 def _operation(name: str, summary: str, request: Mapping[str, Any], response: Mapping[str, Any]) -> dict[str, Any]:

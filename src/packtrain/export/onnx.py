@@ -289,7 +289,10 @@ def _call(recipe: Recipe, model: nn.Module, ids: Ids) -> _Call:
     calls: list[_Call] = []
 
     def keep(_: nn.Module, arguments: tuple[Any, ...], keywords: dict[str, Any], output: Any) -> None:
-        returned = {_name(keystr(path)): tensor for path, tensor in tree_flatten_with_path(output)[0]}
+        returned = {}
+        for path, tensor in tree_flatten_with_path(output)[0]:
+            name = re.sub(r"\W+", "_", keystr(path)).strip("_")  # a key or field, or the number in a tuple
+            returned[name if name[:1].isalpha() else f"output_{name}".rstrip("_")] = tensor
         calls.append(_Call(len(ids), arguments, keywords, returned))
 
     handle = model.register_forward_hook(keep, with_kwargs=True)
@@ -306,12 +309,6 @@ def _call(recipe: Recipe, model: nn.Module, ids: Ids) -> _Call:
                 f"{recipe.job.recipe}: its model returns {type(tensor).__name__}; only tensors can be exported"
             )
     return calls[0]
-
-
-def _name(path: str) -> str:
-    """Return the name of an output: its key or field, or its number in a tuple."""
-    name = re.sub(r"\W+", "_", path).strip("_")
-    return name if name[:1].isalpha() else f"output_{name}".rstrip("_")
 
 
 def _free_sizes(smaller: _Call, larger: _Call, model: nn.Module) -> dict[str, Any]:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import sys
 import tempfile
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from itertools import count, islice
 from pathlib import Path
@@ -30,7 +29,6 @@ if TYPE_CHECKING:
     from torch import nn
 
 MAX_CHARACTERS = 1_000_000  # of a text, for any recipe; those of Packtrain accept fewer
-
 
 _TEXTS_AT_ONCE = 2048  # sorted by length and divided into batches
 _IMAGES_AT_ONCE = 128  # kept in memory together, as files
@@ -103,8 +101,13 @@ class Predictor:
             rows = [(number, text, read) for number, (text, read) in numbered if read is not None]
             # What is sampled depends on the number of a text among those at once: the next ones need another seed.
             turn_decoding = replace(decoding, seed=decoding.seed + (turn << 32))
-            with _numbered_from(first, len(texts)):
+            try:
                 predictions = self.recipe.predict(self.model, [read for _, _, read in rows], turn_decoding)
+            except InputMistake as mistake:
+                if first == 1 and len(texts) == 1:
+                    raise
+                # It knows an input's number only among those that are predicted at once.
+                raise Mistake(f"input {first + mistake.index} {mistake.fault}") from None
             yield [
                 Predicted(number, text, prediction)
                 for (number, text, _), prediction in zip(rows, predictions, strict=True)
@@ -166,17 +169,6 @@ class Predictor:
         return decoding
 
 
-@contextmanager
-def _numbered_from(first: int, count: int) -> Iterator[None]:
-    """Let mistakes name an input by its number among all, not only among the `count` that are predicted at once."""
-    try:
-        yield
-    except InputMistake as mistake:
-        if first == 1 and count == 1:
-            raise
-        raise Mistake(f"input {first + mistake.index} {mistake.fault}") from None
-
-
 def _check_text(text: str, name: str) -> None:
     if len(text) >= MAX_CHARACTERS:
         raise Mistake(f"{name} has {MAX_CHARACTERS:,} characters or more; shorten it: {text[:40]!r}...")
@@ -223,12 +215,16 @@ def load_model(
     accept: Accept = refuse,
     purpose: str = "predict",
 ) -> TrainedModel:
-    """Load a checkpoint, with the averaged weights if it has any.
+    """Load a checkpoint, with the averaged weights if it has any, on the first GPU if there is one.
 
     If it is damaged, warn and use the next; there is none if a step was chosen. `accept` decides about a user's recipe
     (run/trust.py), and `purpose` is the command that needs the model.
     """
     recipe = recipe_for(run, accept, purpose)
+    import torch
+
+    from packtrain.train.state import load_weights
+
     remaining = list(candidates(run, choice))
     while True:
         chosen = remaining.pop(0)
@@ -240,7 +236,10 @@ def load_model(
                     raise
                 warn(f"{error}; skipped")
                 continue
-            return TrainedModel(recipe, _loaded(run, recipe, chosen, Path(directory)), chosen)
+            check_origin(run, chosen, Path(directory))  # first: its error is clearer than one about tensor shapes
+            model = recipe.build_model().eval()
+            load_weights(model, Path(directory), weights_file(chosen))
+            return TrainedModel(recipe, model.to("cuda" if torch.cuda.is_available() else "cpu"), chosen)
 
 
 def recipe_for(run: Run, accept: Accept = refuse, purpose: str = "predict") -> Recipe:
@@ -263,18 +262,6 @@ def weights_file(checkpoint: Checkpoint) -> str:
     from packtrain.train.state import EMA_FILE, MODEL_FILE
 
     return EMA_FILE if parts_of(EMA_FILE, (file.name for file in checkpoint.files)) else MODEL_FILE
-
-
-def _loaded(run: Run, recipe: Recipe, checkpoint: Checkpoint, directory: Path) -> nn.Module:
-    """Build the model and load its weights, on the first GPU if there is one."""
-    import torch
-
-    from packtrain.train.state import load_weights
-
-    check_origin(run, checkpoint, directory)  # first: its error is clearer than one about tensor shapes
-    model = recipe.build_model().eval()
-    load_weights(model, directory, weights_file(checkpoint))
-    return model.to("cuda" if torch.cuda.is_available() else "cpu")
 
 
 def check_origin(run: Run, checkpoint: Checkpoint, directory: Path) -> None:

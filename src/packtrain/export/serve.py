@@ -23,7 +23,6 @@ import uuid
 from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from concurrent.futures import Future
 from contextlib import asynccontextmanager, suppress
-from functools import cached_property
 from importlib.metadata import version
 from pathlib import Path
 from types import FrameType
@@ -170,23 +169,22 @@ class Door:
         is_work = scope["path"] in _WORK
         self.num_working += is_work
         try:
-            await self._within(scope, receive, answer)
+            try:
+                self._admit(Request(scope))
+                await self._app(scope, receive, answer)
+            except RequestFault as fault:
+                await _fault_response(fault)(scope, receive, answer)
         except asyncio.CancelledError:  # after a second signal; Uvicorn would print a traceback
             if answer.status == CLIENT_LEFT:
                 await _fault_response(_ending())(scope, receive, answer)
         finally:
             self.num_working -= is_work
             seconds = time.perf_counter() - started
-            route = _route_of(scope["path"])
+            # The path as metrics and the log have it: nothing that a client can choose freely.
+            other_route = "/v1/models/{model}" if scope["path"].startswith("/v1/models/") else "other"
+            route = scope["path"] if scope["path"] in _ROUTES else other_route
             self._service.metrics.count_request(route, answer.status, seconds)
             self._log(log_line(scope, route, answer.status, seconds, scope["state"].get("details", "")))
-
-    async def _within(self, scope: Scope, receive: Receive, send: Send) -> None:
-        try:
-            self._admit(Request(scope))
-            await self._app(scope, receive, send)
-        except RequestFault as fault:
-            await _fault_response(fault)(scope, receive, send)
 
     def _admit(self, request: Request) -> None:
         """Raise RequestFault if the request may not enter."""
@@ -200,13 +198,6 @@ class Door:
         elif request.scope["path"] not in _OPEN and not self._token.is_sent_in(request):
             message = "the token is missing or wrong; send it as 'Authorization: Bearer TOKEN'"
             raise RequestFault(401, message, "invalid_api_key", headers={"WWW-Authenticate": "Bearer"})
-
-
-def _route_of(path: str) -> str:
-    """Return the path as metrics and the log have it: nothing that a client can choose freely."""
-    if path in _ROUTES:
-        return path
-    return "/v1/models/{model}" if path.startswith("/v1/models/") else "other"
 
 
 def _fault_response(fault: RequestFault) -> Response:
@@ -266,7 +257,8 @@ def _file(path: Path) -> Callable[[Request], Awaitable[Response]]:
 
 class Endpoints:
     def __init__(self, service: Service, needs_token: bool) -> None:
-        self._service, self._needs_token = service, needs_token
+        self._service = service
+        self._description = openapi(service.entry, version("packtrain"), needs_token)
         self._bytes_held = 0
         service.metrics.add_gauge("packtrain_body_bytes", "Bytes of requests in memory.", lambda: self._bytes_held)
 
@@ -285,10 +277,6 @@ class Endpoints:
 
     async def description(self, _: Request) -> Response:
         return JSONResponse(self._description)
-
-    @cached_property
-    def _description(self) -> dict[str, Any]:
-        return openapi(self._service.entry, version("packtrain"), self._needs_token)
 
     async def models(self, _: Request) -> Response:
         return _json(ModelList(data=self._served))

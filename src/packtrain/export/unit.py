@@ -83,10 +83,18 @@ def unit(request: UnitRequest, program: Path | None = None) -> str:
     name = request.name or folder.name
     if not _NAME.fullmatch(name):
         raise Mistake(f"{quoted(name)}: cannot be part of a unit's name; give another one with --name")
-    is_loopback = _is_loopback(request.host)
+    try:
+        is_loopback = request.host == "localhost" or ipaddress.ip_address(request.host).is_loopback
+    except ValueError:
+        fault = "must be an address, such as 127.0.0.1 or 0.0.0.0"
+        raise Mistake(f"--host {quoted(request.host)}: {fault}") from None
     if not is_loopback and request.token_file is None:
         raise Mistake(f"--host {request.host}: other machines may reach this address; give a token with --token-file")
-    words = [str(program or _own_program()), "serve", str(folder), "--host", request.host, "--port", str(request.port)]
+    beside = Path(sys.executable).with_name("packtrain")
+    program_path = program or (beside if beside.is_file() else shutil.which("packtrain"))
+    if program_path is None:
+        raise Mistake("there is no packtrain command here; install Packtrain on the machine that serves the model")
+    words = [str(program_path), "serve", str(folder), "--host", request.host, "--port", str(request.port)]
     command = " ".join(map(_word, words))
     credential = ""
     if request.token_file is not None:
@@ -115,21 +123,6 @@ def _again(request: UnitRequest, folder: Path) -> list[str]:
             path = expanded(value).absolute() if isinstance(value, Path) else value
             words += [f"--{field.name.replace('_', '-')}", str(path)]
     return words
-
-
-def _is_loopback(host: str) -> bool:
-    try:
-        return host == "localhost" or ipaddress.ip_address(host).is_loopback
-    except ValueError:
-        raise Mistake(f"--host {quoted(host)}: must be an address, such as 127.0.0.1 or 0.0.0.0") from None
-
-
-def _own_program() -> Path:
-    beside = Path(sys.executable).with_name("packtrain")
-    program = str(beside) if beside.is_file() else shutil.which("packtrain")
-    if program is None:
-        raise Mistake("there is no packtrain command here; install Packtrain on the machine that serves the model")
-    return Path(program)
 
 
 def _specifiers(text: str) -> str:

@@ -138,13 +138,16 @@ class DashboardEndpoints:
     def index(self, _: Request) -> Response:
         """The page, with the words and colors that it shares with the report."""
         page = self._files["index.html"].read_text("utf-8")
-        return Response(page.replace("{terms}", json.dumps(_terms()).replace("<", "\\u003c")), media_type="text/html")
+        spans = [
+            {"name": span.name, "label": span.label, "color": COLORS[span.color], "opacity": span.opacity}
+            for span in SPANS.values()
+        ]
+        verdicts = {verdict: asdict(words) for verdict, words in VERDICTS.items()}
+        terms = json.dumps({"spans": spans, "verdicts": verdicts, "recent_steps": RECENT_STEPS})
+        return Response(page.replace("{terms}", terms.replace("<", "\\u003c")), media_type="text/html")
 
     def asset(self, request: Request) -> Response:
-        return self._file(request.path_params["name"])
-
-    def _file(self, name: str) -> Response:
-        path = self._files.get(name)  # only what is there: no path of a request reaches the disk
+        path = self._files.get(request.path_params["name"])  # only what is there: no path of a request reaches the disk
         if path is None:
             raise RefusedRequest(404, "no such page")
         return Response(path.read_bytes(), media_type=FILE_KINDS[path.suffix])
@@ -180,7 +183,9 @@ class DashboardEndpoints:
                 "ranks": [vars(rank) for rank in spent.ranks],
             },
             "result": None if result is None else {**vars(result), "samples": []},
-            "parent": _readable(lambda: _parent(run), str, problems),
+            "parent": _readable(
+                lambda: "" if run.job.parent is None else f"started from {run.job.parent.identified}", str, problems
+            ),
             "names": reader.history.names(),
         }
         source = _readable(lambda: _source(run), dict, problems)
@@ -234,7 +239,8 @@ class DashboardEndpoints:
         points = query.integer("points", 300, 1, _MAX_POINTS) or 1
         run, reader = self._reader(query.text("run"), ("telemetry",))
         self._runs.refresh(run.name)
-        watch = self._runs.machines(run.name)
+        listed = self._runs.find(run.name)
+        watch = listed.watch if listed else None
         leases = {lease.node: lease for lease in (watch.leases if watch else _readable(run.leases, list[Lease], []))}
         with reader.lock:
             names = sorted({*leases, *reader.machines})
@@ -290,8 +296,15 @@ class DashboardEndpoints:
         return Response(data, media_type="image/jpeg")
 
     def difference(self, request: Request) -> Response:
+        """Answer with the fields in which jobs differ, and the text of each."""
         runs = [self._run(name) for name in Query(request).texts("run", 20)]
-        return json_answer(_clean({"fields": _difference(runs)}))
+        flat = [_flat(run.job.model_dump(mode="json"), "") for run in runs]
+        fields = []
+        for name in dict.fromkeys(name for job_fields in flat for name in job_fields):
+            texts = [str(FieldChange("", None, job.get(name))).removeprefix(": none -> ") for job in flat]
+            if len(set(texts)) > 1:
+                fields.append({"field": name, "values": texts})
+        return json_answer(_clean({"fields": fields}))
 
     def sweeps(self, _: Request) -> Response:
         tables = [sweep_table(self._store, name) for name in sweep_names(self._store)]
@@ -320,11 +333,11 @@ class DashboardEndpoints:
     def _run(self, name: str) -> Run:
         """Return the run of that name, if it exists."""
         self._news.ask()
-        run = self._runs.run(name)
-        if run is None:
-            run = Run(self._store, name)  # refuses what is not a name
-            if not self._store.exists(run.key("job.json")):
-                raise RefusedRequest(404, f"no run {quoted(name)} in {self._store.url}")
+        if listed := self._runs.find(name):
+            return listed.run
+        run = Run(self._store, name)  # refuses what is not a name
+        if not self._store.exists(run.key("job.json")):
+            raise RefusedRequest(404, f"no run {quoted(name)} in {self._store.url}")
         return run
 
     def _reader(
@@ -335,15 +348,6 @@ class DashboardEndpoints:
         if streams is None or streams:
             reader.read(seconds, streams)
         return run, reader
-
-
-def _terms() -> dict[str, Any]:
-    spans = [
-        {"name": span.name, "label": span.label, "color": COLORS[span.color], "opacity": span.opacity}
-        for span in SPANS.values()
-    ]
-    verdicts = {verdict: asdict(words) for verdict, words in VERDICTS.items()}
-    return {"spans": spans, "verdicts": verdicts, "recent_steps": RECENT_STEPS}
 
 
 async def _answer_error(_: Request, error: Exception) -> Response:
@@ -391,7 +395,14 @@ def _series(
     table = reader.history.tables.get(kind)
     if table is None or name not in table.columns or name in ("generation", "time"):
         return []
-    begin, end = _range(reader, kind, x, limits)
+    begin, end = 0, table.rows
+    if limits != (None, None) and table.rows:
+        # The rows between two values of x, and one more on each side, so that lines reach the edges.
+        axis = reader.history.axis(kind, x, np.arange(table.rows))
+        if limits[0] is not None:
+            begin = max(0, int(np.searchsorted(axis, limits[0], "left")) - 1)
+        if limits[1] is not None:
+            end = min(table.rows, int(np.searchsorted(axis, limits[1], "right")) + 1)
     begin = max(begin, begins[KINDS.index(kind)])
     rows = table.thinned(name, begin, max(begin, end), points)
     axis = np.nan_to_num(reader.history.axis(kind, x, rows), posinf=0.0, neginf=0.0)
@@ -404,17 +415,6 @@ def _series(
             "complete": reader.complete,
         }
     ]
-
-
-def _range(reader: RunReader, kind: str, x: str, limits: Limits) -> tuple[int, int]:
-    """Return the rows between two values of x, and one more on each side, so that lines reach the edges."""
-    table = reader.history.tables[kind]
-    if limits == (None, None) or not table.rows:
-        return 0, table.rows
-    axis = reader.history.axis(kind, x, np.arange(table.rows))
-    begin = 0 if limits[0] is None else max(0, int(np.searchsorted(axis, limits[0], "left")) - 1)
-    end = table.rows if limits[1] is None else min(table.rows, int(np.searchsorted(axis, limits[1], "right")) + 1)
-    return begin, end
 
 
 def _machine(reader: RunReader, node: str, lease: Lease | None, is_alive: bool, points: int) -> dict[str, Any]:
@@ -479,19 +479,6 @@ def _source(run: Run) -> dict[str, Any]:
     return {**vars(source), "command": command_of(source, pack if isinstance(pack, str) else "", run.job)}
 
 
-def _parent(run: Run) -> str:
-    """Return the checkpoint that the run started from, in words; empty if it started from nothing."""
-    return "" if run.job.parent is None else f"started from {run.job.parent.identified}"
-
-
-def _difference(runs: Sequence[Run]) -> list[dict[str, Any]]:
-    """Return the fields in which jobs differ, with the text of each."""
-    flat = [_flat(run.job.model_dump(mode="json"), "") for run in runs]
-    names = dict.fromkeys(name for fields in flat for name in fields)
-    shown = [(name, [_shown(fields.get(name)) for fields in flat]) for name in names]
-    return [{"field": name, "values": values} for name, values in shown if len(set(values)) > 1]
-
-
 def _flat(value: Any, prefix: str) -> dict[str, Any]:
     if not isinstance(value, dict) or not value:
         return {prefix: value}
@@ -499,7 +486,3 @@ def _flat(value: Any, prefix: str) -> dict[str, Any]:
     for key, entry in value.items():
         fields |= _flat(entry, f"{prefix}.{key}" if prefix else key)
     return fields
-
-
-def _shown(value: Any) -> str:
-    return str(FieldChange("", None, value)).removeprefix(": none -> ")

@@ -95,7 +95,9 @@ class News:
                 try:
                     shown = {name for names in list(self._listeners.values()) for name in names}
                     self.runs.look(self._tell_rows, shown)
-                    self._tell_away()
+                    if self.runs.away != self._told_away:  # the store has gone away, or is back
+                        self._told_away = self.runs.away
+                        self._tell(_event("store", {"error": self._told_away}), None)
                     self._first.set()
                     self._look_at_runs(shown)
                 except Exception:
@@ -107,23 +109,16 @@ class News:
                 self._wake.wait()
             self._wake.clear()
 
-    def _tell_away(self) -> None:
-        """Tell when the store goes away, and when it is back."""
-        if self.runs.away != self._told_away:
-            self._told_away = self.runs.away
-            self._tell(_event("store", {"error": self._told_away}), None)
-
     def _look_at_runs(self, shown: Collection[str]) -> None:
         """Read what is new of the runs that pages show."""
         for name in [name for name in self._versions if name not in shown]:
             del self._versions[name]
         for name in shown:
-            run = self.runs.run(name)
-            if run is None:
+            listed = self.runs.find(name)
+            if listed is None:
                 continue
             with suppress(PacktrainError):  # the row says what is wrong, or the event that the store is away
-                news = vars(self.readers.of(run).look(_RUN_SECONDS))
-                versions = {stream: str(version) for stream, version in news.items()}
+                versions = self.readers.of(listed.run).look(_RUN_SECONDS)
                 if self._versions.get(name) != versions:
                     self._versions[name] = versions
                     self._tell(_event("run", {"run": name, "versions": versions}), name)

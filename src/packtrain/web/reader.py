@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import threading
 from collections import OrderedDict
-from dataclasses import dataclass
 
 from packtrain.errors import PacktrainError
 from packtrain.observe.follower import RunFollower
@@ -16,24 +15,12 @@ MAX_BYTES = 1 << 30
 """Of all readers together: what was looked at longest ago is forgotten, and read again if it is asked for."""
 
 
-@dataclass(frozen=True)
-class Versions:
-    """Numbers that change when a page has something new to ask for."""
-
-    points: str
-    events: int
-    machines: int
-    logs: int
-    samples: int
-    checkpoints: int
-
-
 class RunReader(RunFollower):
     """A run that pages look at."""
 
     num_checkpoints = 0
 
-    def look(self, seconds: float) -> Versions:
+    def look(self, seconds: float) -> dict[str, str]:
         """Read what is new and say which parts have changed."""
         with self.lock:
             self.read(seconds)
@@ -42,12 +29,14 @@ class RunReader(RunFollower):
             return self.versions
 
     @property
-    def versions(self) -> Versions:
+    def versions(self) -> dict[str, str]:
+        """Words that change when a page has something new to ask for."""
         rows = ".".join(str(table.rows) for table in self.history.tables.values())
-        return Versions(
-            f"{self.history.edition}.{rows}", self.num_events, self.num_telemetry, len(self.log_keys),
-            len(self.history.sample_chunks), self.num_checkpoints,
-        )  # fmt: skip
+        return {
+            "points": f"{self.history.edition}.{rows}", "events": str(self.num_events),
+            "machines": str(self.num_telemetry), "logs": str(len(self.log_keys)),
+            "samples": str(len(self.history.sample_chunks)), "checkpoints": str(self.num_checkpoints),
+        }  # fmt: skip
 
 
 class Readers:

@@ -87,7 +87,6 @@ class RunList:
         """Why the store cannot be read now."""
         self._runs: dict[str, ListedRun] = {}
         self._lock, self._looking = threading.Lock(), threading.Lock()
-        self._looked = 0.0
         self._list_again = 0.0
         # A disk answers at once; a bucket is slow to answer one request, but answers many at the same time.
         self._pool = ThreadPoolExecutor(2 if store.is_directory else 16, thread_name_prefix="rows")
@@ -98,27 +97,19 @@ class RunList:
             rows = [listed.row for listed in self._runs.values()]
         return sorted(rows, key=lambda row: (row["created"] or float("inf"), row["name"]), reverse=True)
 
-    def row(self, name: str) -> Row | None:
+    def find(self, name: str) -> ListedRun | None:
         with self._lock:
-            listed = self._runs.get(name)
-        return None if listed is None else listed.row
+            return self._runs.get(name)
 
-    def run(self, name: str) -> Run | None:
-        with self._lock:
-            listed = self._runs.get(name)
-        return None if listed is None else listed.run
+    def row(self, name: str) -> Row | None:
+        listed = self.find(name)
+        return listed.row if listed else None
 
     def refresh(self, name: str) -> None:
         """Read one row now, if it is known and was not read yet."""
-        with self._lock:
-            listed = self._runs.get(name)
+        listed = self.find(name)
         if listed is not None and not listed.is_read:
             self._refresh(listed)
-
-    def machines(self, name: str) -> StateWatch | None:
-        with self._lock:
-            listed = self._runs.get(name)
-        return None if listed is None else listed.watch
 
     def look(self, tell: Tell = lambda *_: None, shown: Collection[str] = ()) -> None:
         """Read what has changed, and tell the changed rows, in several parts if there are many, and the runs gone.
@@ -131,7 +122,6 @@ class RunList:
                 self.away = None
             except PacktrainError as error:
                 self.away = str(error)
-            self._looked = time.monotonic()
 
     def _look(self, tell: Tell, shown: Collection[str]) -> None:
         started = time.monotonic()
@@ -219,7 +209,12 @@ def _row(listed: ListedRun) -> Row:
         return {**listed.row, "state": ABSENT}
     if entry.modified != listed.job_time:  # a new job: `resume --set` changes it, and names are used again
         listed.job_time, listed.run = entry.modified, run
-        listed.created = min(listed.created or entry.modified.timestamp(), entry.modified.timestamp(), _launched(run))
+        written = entry.modified.timestamp()
+        created = min(listed.created or written, written)
+        with suppress(DamagedRecord):  # that time may be the one of a copy, or of `resume --set`
+            if first := run.first_launch():
+                created = min(created, first.time)
+        listed.created = created
     run = listed.run
     listed.result = run.result()
     if listed.result is not None:
@@ -242,6 +237,12 @@ def _row(listed: ListedRun) -> Row:
         leases = run.leases() if run.job.fleet.dollars_per_hour is not None else []
     status = status_of(run, state, end.recent.points, listed.result, leases)
     cost = status.cost
+    try:
+        notes = run.notes()
+    except PacktrainError as error:
+        if is_away(error):
+            raise
+        notes = Notes()
     return {
         "name": run.name, "state": state, "reason": status.reason, "job": run.job.name, "recipe": run.job.recipe,
         "description": status.description, "step": status.step, "goal": status.goal, "progress": status.progress,
@@ -252,17 +253,10 @@ def _row(listed: ListedRun) -> Row:
         "unit": status.unit, "seconds": _finite(status.seconds), "measure": status.measure, "lower": status.lower,
         "score": _score(status.score), "best": _score(end.best(BestBy(status.measure, status.lower))),
         "test": _score(status.test),
-        "machines": _machines(listed, state), "created": listed.created, **_notes(run), "sweep": sweep_of(run),
+        "machines": _machines(listed, state), "created": listed.created, "sweep": sweep_of(run),
+        "tags": list(notes.tags[:_MAX_TAGS]), "note": notes.text[:_MAX_NOTE],
         "sparkline": end.losses(_SPARKS), "problem": problem,
     }  # fmt: skip
-
-
-def _launched(run: Run) -> float:
-    """Return when a run was first started, or infinity: the time of its job is that of a copy, or of `resume --set`."""
-    first = None
-    with suppress(DamagedRecord):
-        first = run.first_launch()
-    return math.inf if first is None else first.time
 
 
 def _machines(listed: ListedRun, state: State) -> int:
@@ -278,16 +272,6 @@ def _machines(listed: ListedRun, state: State) -> int:
 
 def _score(score: Score | None) -> Row | None:
     return None if score is None or not math.isfinite(score.value) else asdict(score)
-
-
-def _notes(run: Run) -> Row:
-    try:
-        notes = run.notes()
-    except PacktrainError as error:
-        if is_away(error):
-            raise
-        notes = Notes()
-    return {"tags": list(notes.tags[:_MAX_TAGS]), "note": notes.text[:_MAX_NOTE]}
 
 
 def _finite(number: float | None) -> float | None:

@@ -31,7 +31,6 @@ from packtrain.http_server import (
     SendAnswer,
     Token,
     is_from_elsewhere,
-    known_route,
     log_line,
     names_this_machine,
     server_config,
@@ -60,7 +59,8 @@ class DashboardServer(uvicorn.Server):
     ) -> None:
         self._started = started
         self.news, self.is_interrupted = News(RunList(store)), False
-        is_local = names_this_machine(_named(listener))
+        address = listener.getsockname()[0]
+        is_local = names_this_machine(f"[{address}]" if ":" in address else address)
         door = DashboardDoor(DashboardEndpoints(store, self.news), Token(token), is_local, log)
         super().__init__(server_config(door, **options))
 
@@ -78,11 +78,6 @@ class DashboardServer(uvicorn.Server):
     async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
         self.news.close()  # first: streams would keep the server from ending
         await super().shutdown(sockets)
-
-
-def _named(listener: socket.socket) -> str:
-    name = listener.getsockname()[0]
-    return f"[{name}]" if ":" in name else name
 
 
 class DashboardDoor:
@@ -106,7 +101,12 @@ class DashboardDoor:
         finally:
             # A page asks all the time, and a person reads the log.
             if answer.status >= 400 and answer.status != CLIENT_LEFT:
-                route = known_route(inner["path"], self._routes)
+                # The longest known path that it starts with: nothing that a client can choose freely.
+                path = inner["path"]
+                prefixes = [
+                    known for known in self._routes if path == known or (known.endswith("/") and path.startswith(known))
+                ]
+                route = max(prefixes, key=len, default="other")
                 self._log(log_line(scope, route, answer.status, time.perf_counter() - started))
 
     def _check(self, request: Request, has_token: bool) -> None:
