@@ -120,59 +120,57 @@ def deliver(
         return delivery.sent
 
 
+@dataclass
 class _Delivery:
     """One call of `deliver`, however many connections it takes."""
 
-    def __init__(
-        self,
-        folder: Path,
-        destination: Destination,
-        files: Sequence[StoredFile],
-        say: Callable[[str], None],
-        track: Track,
-    ) -> None:
-        self._folder, self._destination, self._files = folder, destination, files
-        self._say, self._track = say, track
-        self.sent = self._arrived = self._arrived_before = 0
+    folder: Path
+    destination: Destination
+    files: Sequence[StoredFile]
+    say: Callable[[str], None]
+    track: Track
+    sent: int = 0
+    arrived: int = 0
+    arrived_before: int = 0
 
     def is_ahead(self) -> bool:
         """True if more has arrived than at the last call; what has been sent may be lost on its way."""
-        before, self._arrived_before = self._arrived_before, self._arrived
-        return self._arrived > before
+        before, self.arrived_before = self.arrived_before, self.arrived
+        return self.arrived > before
 
     def run(self) -> None:
-        where = self._destination.where
+        where = self.destination.where
         for _ in range(_TIMES_ALTERED):
-            staged = self._destination.look(self._files)
+            staged = self.destination.look(self.files)
             if staged is None:
-                self._say(f"the model is complete at {where}")
+                self.say(f"the model is complete at {where}")
                 return
             self._send(staged)
-            altered = self._destination.commit(self._files)
+            altered = self.destination.commit(self.files)
             if not altered:
                 return
-            self._say(f"{where}: {altered[0]} is not as it was sent; sending it again")
+            self.say(f"{where}: {altered[0]} is not as it was sent; sending it again")
         fault = f"{where}: {altered[0]} arrives altered, {_TIMES_ALTERED} times"
         raise PacktrainError(f"{fault}; check the disk and the memory there, {AGAIN}")
 
     def _send(self, staged: Mapping[str, Staged]) -> None:
-        starts = {file.name: _start(self._folder / file.name, file, staged.get(file.name)) for file in self._files}
-        missing = [file for file in self._files if starts[file.name] is None or starts[file.name] != file.bytes]
+        starts = {file.name: _start(self.folder / file.name, file, staged.get(file.name)) for file in self.files}
+        missing = [file for file in self.files if starts[file.name] is None or starts[file.name] != file.bytes]
         total = sum(file.bytes - (starts[file.name] or 0) for file in missing)
         if not missing:
             return
-        self._arrived = sum(start or 0 for start in starts.values())
-        already = f"; {show_bytes(self._arrived)} are there" if self._arrived else ""
+        self.arrived = sum(start or 0 for start in starts.values())
+        already = f"; {show_bytes(self.arrived)} are there" if self.arrived else ""
         amount = f"{counted(len(missing), 'file')}, {show_bytes(total)}"
-        self._say(f"sending {amount} to {self._destination.where}{already}")
-        with self._track("model", total) as advance:
+        self.say(f"sending {amount} to {self.destination.where}{already}")
+        with self.track("model", total) as advance:
 
             def moved(count: int) -> None:
                 self.sent += count
                 advance(count)
 
             for file in missing:
-                self._destination.send(file, self._folder / file.name, starts[file.name] or 0, moved)
+                self.destination.send(file, self.folder / file.name, starts[file.name] or 0, moved)
 
 
 def _start(path: Path, file: StoredFile, staged: Staged | None) -> int | None:

@@ -299,8 +299,7 @@ class Endpoints:
     # Packtrain's own interface.
 
     async def predict(self, request: Request) -> Response:
-        deadline = await self._begin(request)
-        async with self._body(request, deadline) as body:
+        async with self._body(request) as (body, deadline):
             message, questions = self._predict_message(request, body)
             options = DecodeOptions(
                 **message.model_dump(include={"beam", "nucleus", "temperature", "repetition", "seed"})
@@ -338,8 +337,7 @@ class Endpoints:
     # OpenAI's.
 
     async def chat_completions(self, request: Request) -> Response:
-        deadline = await self._begin(request)
-        async with self._body(request, deadline) as body:
+        async with self._body(request) as (body, deadline):
             message = self._openai_message(request, ChatRequest, body)
             spoken = [turn for turn in message.messages if turn.role in ("user", "assistant")]
             if not spoken or spoken[-1].role != "user":
@@ -367,8 +365,7 @@ class Endpoints:
         return _events(chunks)
 
     async def completions(self, request: Request) -> Response:
-        deadline = await self._begin(request)
-        async with self._body(request, deadline) as body:
+        async with self._body(request) as (body, deadline):
             message = self._openai_message(request, CompletionRequest, body)
             prompts = _checked(message.prompts, "prompt")
             questions = [Question(prompt, message.max_tokens) for prompt in prompts]
@@ -421,15 +418,31 @@ class Endpoints:
 
     # What all requests that compute share.
 
-    async def _begin(self, request: Request) -> float:
-        """Return when the time of a request is over; refuse it if the model is not ready."""
+    @asynccontextmanager
+    async def _body(self, request: Request) -> AsyncIterator[tuple[bytes, float]]:
+        """Read the body, and give it with the end of the request's time; refuse the request if the model is not ready.
+
+        It counts as held until the request is answered, so that all together stay within memory.
+        """
         state = self._service.state
         if state != "ready":
             await self._read_away(request)
             words = {"loading": "the model is being loaded", "draining": "the service is ending"}
             headers = {"Retry-After": "5", "Connection": "close"}
             raise RequestFault(503, f"{words.get(state, state)}; try again", "not_ready", headers=headers)
-        return asyncio.get_running_loop().time() + self._service.settings.timeout_seconds
+        deadline = asyncio.get_running_loop().time() + self._service.settings.timeout_seconds
+        if request.headers.get("content-encoding", "identity") != "identity":
+            raise RequestFault(415, "compressed bodies are not accepted", "unsupported_media_type")
+        held = bytearray()
+        try:
+            try:
+                async with asyncio.timeout_at(deadline):
+                    await self._receive(request, held)
+            except TimeoutError:
+                raise RequestFault(408, "the body did not arrive in time", "timeout") from None
+            yield bytes(held), deadline
+        finally:
+            self._bytes_held -= len(held)
 
     async def _read_away(self, request: Request) -> None:
         """Read a body that is not needed: if it arrived after the connection was closed, the answer would be lost."""
@@ -440,22 +453,6 @@ class Endpoints:
                     remaining_bytes -= len(chunk)
                     if remaining_bytes < 0:
                         return
-
-    @asynccontextmanager
-    async def _body(self, request: Request, deadline: float) -> AsyncIterator[bytes]:
-        """Read the body. It counts as held until the request is answered, so that all together stay within memory."""
-        if request.headers.get("content-encoding", "identity") != "identity":
-            raise RequestFault(415, "compressed bodies are not accepted", "unsupported_media_type")
-        held = bytearray()
-        try:
-            try:
-                async with asyncio.timeout_at(deadline):
-                    await self._receive(request, held)
-            except TimeoutError:
-                raise RequestFault(408, "the body did not arrive in time", "timeout") from None
-            yield bytes(held)
-        finally:
-            self._bytes_held -= len(held)
 
     async def _receive(self, request: Request, held: bytearray) -> None:
         limit = self._service.settings.max_bytes

@@ -94,7 +94,7 @@ def unit(request: UnitRequest, program: Path | None = None) -> str:
     program_path = program or (beside if beside.is_file() else shutil.which("packtrain"))
     if program_path is None:
         raise Mistake("there is no packtrain command here; install Packtrain on the machine that serves the model")
-    words = [str(program_path), "serve", str(folder), "--host", request.host, "--port", str(request.port)]
+    words = [str(Path(program_path)), "serve", str(folder), "--host", request.host, "--port", str(request.port)]
     command = " ".join(map(_word, words))
     credential = ""
     if request.token_file is not None:
