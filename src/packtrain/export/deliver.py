@@ -302,12 +302,9 @@ def replace_folder(replacement: Path, target: Path) -> None:
     """Give `replacement` the name of `target`, which may be there; nobody finds half of either under that name."""
     if not target.exists():
         replacement.rename(target)
-        return
-    call = getattr(ctypes.CDLL(None, use_errno=True), "renameat2", None)
-    cwd, exchange = -100, 2  # AT_FDCWD, RENAME_EXCHANGE
-    if call is not None and call(cwd, os.fsencode(replacement), cwd, os.fsencode(target), exchange) == 0:
+    elif _exchange(replacement, target):
         shutil.rmtree(replacement)
-    else:  # a kernel or a file system that cannot swap two names: for a moment there is none
+    else:  # a file system that cannot: for a moment there is none
         previous = target.with_name(f".{target.name}.old")
         shutil.rmtree(previous, ignore_errors=True)
         target.rename(previous)
@@ -317,6 +314,13 @@ def replace_folder(replacement: Path, target: Path) -> None:
             previous.rename(target)
             raise
         shutil.rmtree(previous)
+
+
+def _exchange(first: Path, second: Path) -> bool:
+    """Swap two names in one step; False if the kernel or the file system cannot."""
+    call = getattr(ctypes.CDLL(None, use_errno=True), "renameat2", None)
+    cwd, exchange = -100, 2  # AT_FDCWD, RENAME_EXCHANGE
+    return call is not None and call(cwd, os.fsencode(first), cwd, os.fsencode(second), exchange) == 0
 
 
 class BucketDestination(Destination):

@@ -421,6 +421,15 @@ def _machine(reader: RunReader, node: str, lease: Lease | None, is_alive: bool, 
     newest = reader.newest.get(node)
     telemetry = lease.telemetry if lease is not None and is_alive else newest.telemetry if newest else None
     has_left = lease is not None and lease.left
+    times: list[float] = []
+    columns: dict[str, list[Any]] = {name: [] for name in TELEMETRY}
+    if (use := reader.machines.get(node)) is not None:
+        span_times, means = use.thinned(points)
+        times = np.round(span_times, 3).tolist()
+        numbers = as_json(means.T.ravel())  # all at once: there may be thousands of machines
+        starts = range(0, len(numbers), len(times))
+        for name, start, values in zip(TELEMETRY, starts, use.means.T, strict=True):
+            columns[name] = [] if np.isnan(values).all() else numbers[start : start + len(times)]
     return {
         "node": node,
         "hostname": lease.hostname if lease else "",
@@ -428,21 +437,9 @@ def _machine(reader: RunReader, node: str, lease: Lease | None, is_alive: bool, 
         "state": "working" if is_alive else "left" if has_left else "lost",
         "now": telemetry,
         "facts": lease.facts if lease else None,
-        **_over_time(reader, node, points),
+        "time": times,
+        **columns,
     }
-
-
-def _over_time(reader: RunReader, node: str, points: int) -> dict[str, Any]:
-    use = reader.machines.get(node)
-    if use is None:
-        return {"time": [], **{name: [] for name in TELEMETRY}}
-    times, means = use.thinned(points)
-    numbers = as_json(means.T.ravel())  # all at once: there may be thousands of machines
-    columns = {
-        name: [] if np.isnan(values).all() else numbers[start : start + len(times)]
-        for name, start, values in zip(TELEMETRY, range(0, len(numbers), len(times)), use.means.T, strict=True)
-    }
-    return {"time": np.round(times, 3).tolist(), **columns}
 
 
 def _generation(generation: Generation, events: Sequence[Event]) -> dict[str, Any]:

@@ -253,8 +253,8 @@ def _row(listed: ListedRun) -> Row:
         "unit": status.unit, "seconds": _finite(status.seconds), "measure": status.measure, "lower": status.lower,
         "score": _score(status.score), "best": _score(end.best(BestBy(status.measure, status.lower))),
         "test": _score(status.test),
-        "machines": _machines(listed, state), "created": listed.created, "sweep": sweep_of(run),
-        "tags": list(notes.tags[:_MAX_TAGS]), "note": notes.text[:_MAX_NOTE],
+        "machines": _machines(listed, state), "created": listed.created,
+        "tags": list(notes.tags[:_MAX_TAGS]), "note": notes.text[:_MAX_NOTE], "sweep": sweep_of(run),
         "sparkline": end.losses(_SPARKS), "problem": problem,
     }  # fmt: skip
 
