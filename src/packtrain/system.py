@@ -25,6 +25,13 @@ def this_client() -> str:
     return f"{user}@{socket.gethostname()}"[:200]
 
 
+def text_or_nothing(path: Path) -> str:
+    """Return a text of the system; nothing if there is none."""
+    with suppress(OSError):
+        return path.read_text("utf-8", "replace")
+    return ""
+
+
 def check_shared_memory() -> None:
     """Refuse a machine whose processes cannot share locks: torch's launcher needs them, and so does packing."""
     import multiprocessing  # here: most commands do without

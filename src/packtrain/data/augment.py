@@ -195,13 +195,11 @@ class AugmentedBatches(ImageBatches):
         batch = self._batch(ids, size, size, random_crops(ids, min_scale, seed, epoch, repeats), change)
         if settings.mixes:
             mixes = mixes_of(settings, size, seed, epoch, ids, repeats)
-            pairs = range(0, len(ids) - 1, PAIR)
-            for _ in self._pool.map(lambda at: _mix_pair(batch[at : at + PAIR], mixes[at : at + PAIR]), pairs):
-                pass
+
+            def mix_pair(at: int) -> None:
+                first = batch[at].copy()  # the second one is mixed with the first one as it was
+                mix_into(batch[at], batch[at + 1], mixes[at])
+                mix_into(batch[at + 1], first, mixes[at + 1])
+
+            list(self._pool.map(mix_pair, range(0, len(ids) - 1, PAIR)))
         return batch
-
-
-def _mix_pair(pair: Pixels, mixes: Sequence[Mix]) -> None:
-    first = pair[0].copy()  # the second one is mixed with the first one as it was
-    mix_into(pair[0], pair[1], mixes[0])
-    mix_into(pair[1], first, mixes[1])

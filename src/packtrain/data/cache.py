@@ -58,7 +58,13 @@ class FileCache:
 
     def __init__(self, directory: Path, limit_bytes: int | None = None) -> None:
         self._directory = directory
-        self._limit_bytes = _limit_of_environment() if limit_bytes is None else limit_bytes
+        text = os.environ.get(SIZE_VARIABLE)
+        if limit_bytes is None and text:
+            try:
+                limit_bytes = parse_bytes(text)
+            except ValueError as error:
+                raise Mistake(f"{SIZE_VARIABLE}: {error}") from None
+        self._limit_bytes = limit_bytes
         self._fetching, self._uses = directory / "fetching", directory / "uses"
 
     def path_of(
@@ -228,10 +234,7 @@ class FileCache:
             return False
 
     def _remove_leftovers(self, locked_sha256: str) -> None:
-        """Remove downloads that killed processes left.
-
-        The caller holds the lock of the file `own`.
-        """
+        """Remove downloads that killed processes left; the caller holds the lock of one of the files."""
         for folder in self._fetching.iterdir():
             sha256 = folder.name.partition("-")[0]
             if sha256 == locked_sha256:
@@ -250,16 +253,6 @@ class FileCache:
                 is_needed = path.with_suffix("").exists() or (not is_old and any(map(os.path.exists, paths)))
                 if not is_needed:
                     path.unlink()
-
-
-def _limit_of_environment() -> int | None:
-    text = os.environ.get(SIZE_VARIABLE)
-    if not text:
-        return None
-    try:
-        return parse_bytes(text)
-    except ValueError as error:
-        raise Mistake(f"{SIZE_VARIABLE}: {error}") from None
 
 
 def _checked_in_place(store: Store, key: str, file: PackFile, lock: FileLock) -> Path:

@@ -41,6 +41,28 @@ class LinkSpeed:
     bytes_per_second: float
 
 
+def probe_parser(program: str) -> argparse.ArgumentParser:
+    """Return a parser of the options of every probe: where its machines meet, and at which address of each."""
+    parser = argparse.ArgumentParser(prog=program)
+    parser.add_argument("--store", required=True)
+    parser.add_argument("--key", required=True)
+    parser.add_argument("--rank", type=int, default=int(os.environ.get("SLURM_PROCID", "0")))
+    parser.add_argument("--address", default=None)
+    parser.add_argument("--interface", default=None)
+    parser.add_argument("--public-address", action="store_true")
+    return parser
+
+
+def reachable_address(options: argparse.Namespace) -> str:
+    """Return the address of this machine that the options choose, and have torch's backends use its interface."""
+    address = choose_address(options.address, options.interface, False, None)
+    check_own(address, options.public_address)
+    interface = interface_of(address)
+    if interface is not None:
+        os.environ.update(GLOO_SOCKET_IFNAME=interface, NCCL_SOCKET_IFNAME=f"={interface}")
+    return address
+
+
 def rendezvous(store: Store, key: str, rank: int, world: int, address: str) -> TCPStore:
     """Return torch's store that the machines share; the first machine serves it and writes its address to `key`."""
     from torch._C._distributed_c10d import TCPStore
@@ -89,22 +111,12 @@ def measure(shared: TCPStore, rank: int, world: int, backend: str, seconds: floa
 
 
 def main(words: Sequence[str]) -> None:
-    parser = argparse.ArgumentParser(prog="packtrain.fleet.link_probe")
-    parser.add_argument("--store", required=True)
-    parser.add_argument("--key", required=True)
+    parser = probe_parser("packtrain.fleet.link_probe")
     parser.add_argument("--world", type=int, required=True)
-    parser.add_argument("--rank", type=int, default=int(os.environ.get("SLURM_PROCID", "0")))
-    parser.add_argument("--address", default=None)
-    parser.add_argument("--interface", default=None)
-    parser.add_argument("--public-address", action="store_true")
     parser.add_argument("--backend", choices=["gloo", "nccl"], default="gloo")
     options = parser.parse_args(words)
     os.environ.setdefault("OMP_NUM_THREADS", "1")  # several probes on one machine would compete for its cores
-    address = choose_address(options.address, options.interface, False, None)
-    check_own(address, options.public_address)
-    interface = interface_of(address)
-    if interface is not None:
-        os.environ.update(GLOO_SOCKET_IFNAME=interface, NCCL_SOCKET_IFNAME=f"={interface}")
+    address = reachable_address(options)
     try:
         shared = rendezvous(open_store(options.store), options.key, options.rank, options.world, address)
         speed = measure(shared, options.rank, options.world, options.backend, SECONDS)

@@ -17,7 +17,7 @@ import psutil
 
 from packtrain.identity import identity
 from packtrain.run.records import Gpu, GpuModel, MachineFacts, Telemetry, WorkerUse
-from packtrain.system import usable_cores
+from packtrain.system import text_or_nothing, usable_cores
 from packtrain.train.control import GENERATION_VARIABLE, VISIBLE_GPUS_VARIABLE, WORKER_NAME
 
 _LOOPBACK = re.compile("lo[0-9]*")
@@ -29,7 +29,7 @@ _CUDA = re.compile(r"^cuda\b[^=\n]*=\s*['\"]([^'\"]+)['\"]", re.MULTILINE)
 def machine_facts() -> MachineFacts:
     """Return what this machine is, and the versions of what trains on it."""
     gpus = GpuSampler()
-    processor = _PROCESSOR.search(_text(Path("/proc/cpuinfo")))
+    processor = _PROCESSOR.search(text_or_nothing(Path("/proc/cpuinfo")))
     return MachineFacts(
         system=f"{platform.system()} {platform.release()}, {platform.machine()}"[:200],
         processor=(processor[1].strip() if processor else platform.processor())[:200],
@@ -47,15 +47,9 @@ def _versions() -> dict[str, str]:
         versions["torch"] = version("torch")
     torch = find_spec("torch")
     if torch is not None and torch.origin is not None:
-        cuda = _CUDA.search(_text(Path(torch.origin).with_name("version.py")))
+        cuda = _CUDA.search(text_or_nothing(Path(torch.origin).with_name("version.py")))
         versions["cuda"] = cuda[1] if cuda else ""
     return versions
-
-
-def _text(path: Path) -> str:
-    with suppress(OSError):
-        return path.read_text("utf-8", "replace")
-    return ""
 
 
 class TelemetrySampler:

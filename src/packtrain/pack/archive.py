@@ -542,7 +542,12 @@ def _zip_entries(file: BinaryIO, end: int) -> Iterator[ZipEntry]:
         name, extra, _ = file.read(name_length), file.read(extra_length), file.read(comment_length)
         unread_bytes -= len(fixed) + name_length + extra_length + comment_length
         if _ZIP64 in (unpacked, packed, offset):
-            unpacked, packed, offset = _wide(extra, (unpacked, packed, offset))
+            # Those that do not fit into 32 bits are in the extra field, which has only them, in this order.
+            field = _extra_field(extra, _ZIP64_EXTRA)
+            wide = (number for (number,) in struct.iter_unpack("<Q", field[: len(field) // 8 * 8]))
+            unpacked, packed, offset = (
+                next(wide, number) if number == _ZIP64 else number for number in (unpacked, packed, offset)
+            )
         yield ZipEntry(_zip_name(name, extra, flags), flags, method, crc, packed, unpacked, attributes, offset + shift)
 
 
@@ -596,13 +601,6 @@ def _extra_field(extra: bytes, wanted_kind: int) -> bytes:
             return extra[at + 4 : at + 4 + length]
         at += 4 + length
     return b""
-
-
-def _wide(extra: bytes, numbers: tuple[int, int, int]) -> Iterator[int]:
-    """Return the numbers, those that do not fit into 32 bits from the extra field, which has only them, in order."""
-    field = _extra_field(extra, _ZIP64_EXTRA)
-    wide = (number for (number,) in struct.iter_unpack("<Q", field[: len(field) // 8 * 8]))
-    return (next(wide, number) if number == _ZIP64 else number for number in numbers)
 
 
 def _located(entry: ZipEntry, descriptor: int, end: int, path: str) -> Locator:

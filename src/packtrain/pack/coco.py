@@ -56,7 +56,31 @@ class CocoSource(ImageSource):
         return "captions"
 
     def captioned(self, drop: Drop, filtered: Drop) -> Iterator[RawImage]:
-        return _read(self.paths[0], self.paths[1], self.links, drop, filtered)
+        """Yield images with their captions, in the order of the file.
+
+        `drop` reports images that should have been samples; `filtered` what the format marks as unsuitable.
+        """
+        annotations, images = self.paths
+        # First: a missing archive is reported before a large JSON is read.
+        find = _finder(images, annotations, self.links)
+        document = read_json(Path(annotations))
+        if not isinstance(document, dict):
+            raise Mistake(f'{annotations}: must be an object with "images" and "annotations"')
+        names = _names(document, annotations)
+        captions, emptied = _captions(document, names, annotations, filtered)
+        del document  # hundreds of megabytes, and the iteration may take hours
+        for image_id, name in names.items():
+            shown = printable(name)
+            where = find(name)
+            if image_id in captions:
+                if where is None:
+                    drop(MISSING_FILE, shown)
+                else:
+                    yield RawImage(shown, where, captions=tuple(captions[image_id]))
+            elif image_id in emptied:  # the format itself took its captions away, so this is not a fault of the data
+                filtered(ONLY_FILTERED, shown)
+            else:
+                drop(NO_CAPTION, shown)
 
 
 class VizWizSource(CocoSource):
@@ -67,32 +91,6 @@ class VizWizSource(CocoSource):
     @classmethod
     def recognize(cls, paths: Sequence[str]) -> Sequence[str] | None:  # noqa: ARG003
         return None  # `coco` reads it as well
-
-
-def _read(annotations: str, images: str, links: bool, drop: Drop, filtered: Drop) -> Iterator[RawImage]:
-    """Yield images with their captions, in the order of the file.
-
-    `drop` reports images that should have been samples; `filtered` what the format marks as unsuitable.
-    """
-    find = _finder(images, annotations, links)  # first: a missing archive is reported before a large JSON is read
-    document = read_json(Path(annotations))
-    if not isinstance(document, dict):
-        raise Mistake(f'{annotations}: must be an object with "images" and "annotations"')
-    names = _names(document, annotations)
-    captions, emptied = _captions(document, names, annotations, filtered)
-    del document  # hundreds of megabytes, and the iteration may take hours
-    for image_id, name in names.items():
-        shown = printable(name)
-        where = find(name)
-        if image_id in captions:
-            if where is None:
-                drop(MISSING_FILE, shown)
-            else:
-                yield RawImage(shown, where, captions=tuple(captions[image_id]))
-        elif image_id in emptied:  # the format itself took its captions away, so this is not a fault of the data
-            filtered(ONLY_FILTERED, shown)
-        else:
-            drop(NO_CAPTION, shown)
 
 
 def _finder(images: str, place: str, links: bool) -> Callable[[str], Locator | None]:

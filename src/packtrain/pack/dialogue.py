@@ -9,7 +9,7 @@ Two consecutive lines of a conversation are a pair. Lines may be in any order, s
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from itertools import pairwise
 from pathlib import Path
 
@@ -64,8 +64,19 @@ class DialogueSource(PairSource):
             return
         if self.columns is not None:
             raise Mistake(f"{self.paths[0]}: columns applies to one file of tab-separated columns only")
-        rows = self.part_of(_rows(paths[1], _CONVERSATION_FIELDS))
-        yield from _read_cornell(_texts(paths[0]), rows, drop)
+        texts: dict[str, str] = {}
+        for place, fields in _rows(paths[0], _LINE_FIELDS):
+            name = fields[0].strip()
+            if name in texts:
+                raise Mistake(f"{place}: line {quoted(name)} occurs twice; remove one")
+            texts[name] = fields[-1]
+        for place, fields in self.part_of(_rows(paths[1], _CONVERSATION_FIELDS)):
+            for prompt, reply in pairwise(_ids(fields[-1], place)):
+                missing = [name for name in (prompt, reply) if name not in texts]
+                if missing:
+                    drop(MISSING_LINE, f"{place} {printable(missing[0])}")
+                else:
+                    yield TextPair(texts[prompt], texts[reply])
 
     def _cornell(self) -> tuple[Path, Path] | None:
         """Return the files of lines and of conversations; None if the source is a TSV."""
@@ -93,28 +104,6 @@ def _find_member(archive: str, members: Sequence[str], name: str) -> Path:
         count = "several times" if matches else "not found"
         raise Mistake(f"{archive}: {name} {count}; name both members: [{archive}#{LINES}, {archive}#{CONVERSATIONS}]")
     return Path(f"{archive}#{matches[0]}")
-
-
-def _read_cornell(
-    texts: Mapping[str, str], conversations: Iterable[tuple[str, list[str]]], drop: Drop
-) -> Iterator[TextPair]:
-    for place, fields in conversations:
-        for prompt, reply in pairwise(_ids(fields[-1], place)):
-            missing = [name for name in (prompt, reply) if name not in texts]
-            if missing:
-                drop(MISSING_LINE, f"{place} {printable(missing[0])}")
-            else:
-                yield TextPair(texts[prompt], texts[reply])
-
-
-def _texts(path: Path) -> dict[str, str]:
-    texts: dict[str, str] = {}
-    for place, fields in _rows(path, _LINE_FIELDS):
-        name = fields[0].strip()
-        if name in texts:
-            raise Mistake(f"{place}: line {quoted(name)} occurs twice; remove one")
-        texts[name] = fields[-1]
-    return texts
 
 
 def _rows(path: Path, count: int) -> Iterator[tuple[str, list[str]]]:

@@ -80,24 +80,20 @@ def _sources(value: Any, directory: Path, mistake: MistakeAt) -> Iterator[Source
         if not isinstance(entry, Mapping):
             raise mistake(above, "must be a source, such as {bitext: [new.en, new.de]}, or a list of them")
         try:
-            yield _SOURCE.validate_python(_placed(entry, directory))
+            source = dict(expand_source(entry))
+            for word in FORMATS:
+                if isinstance(source.get(word), list):
+                    source[word] = [_absolute(path, directory) for path in source[word]]
+            yield _SOURCE.validate_python(source)
         except ValidationError as error:
             location, problem, _ = faults(error)[0]
             raise mistake((*above, *location), problem) from None
 
 
-def _placed(entry: Mapping[str, Any], directory: Path) -> dict[str, Any]:
-    """Return the source with absolute paths."""
-    source: dict[str, Any] = dict(expand_source(entry))
-    for word in FORMATS:
-        if isinstance(source.get(word), list):
-            source[word] = [_absolute(path, directory) if isinstance(path, str) else path for path in source[word]]
-    return source
-
-
-def _absolute(path: str, directory: Path) -> str:
-    # An empty path is refused as such, and not as a folder.
-    return path if is_address(path) or not path.strip() else os.path.normpath(directory / expanded(path))
+def _absolute(path: Any, directory: Path) -> Any:
+    # An empty path is refused as such, and not as a folder; so is what is no path.
+    is_place = isinstance(path, str) and path.strip() and not is_address(path)
+    return os.path.normpath(directory / expanded(path)) if is_place else path
 
 
 # Paths without a format.

@@ -22,7 +22,6 @@ from packtrain.job.job import DataSettings
 from packtrain.job.kinds import Drop, Source
 from packtrain.pack.build import (
     Advance,
-    Learned,
     PackContents,
     Packing,
     ShardTarget,
@@ -72,11 +71,17 @@ class PairPacks(PackKind):
 
     def pack(self, packing: Packing) -> PackContents:
         contents = empty_contents(packing.data)
-        vocabularies = _vocabularies_of(packing.learned) if packing.learned is not None else _learn(packing, contents)
-        source_json, target_json = (vocabulary.to_json().encode() for vocabulary in vocabularies)
-        contents.vocabulary = put_file(packing.store, packing.name, "vocabulary.json", source_json)
+        if packing.learned is None:
+            vocabularies = _learn(packing, contents)
+        else:
+            assert packing.learned.vocabulary is not None
+            source = Vocabulary.from_json(packing.learned.vocabulary)
+            target_json = packing.learned.target_vocabulary
+            vocabularies = source, source if target_json is None else Vocabulary.from_json(target_json)
+        source_bytes, target_bytes = (vocabulary.to_json().encode() for vocabulary in vocabularies)
+        contents.vocabulary = put_file(packing.store, packing.name, "vocabulary.json", source_bytes)
         if not packing.data.joint:
-            contents.target_vocabulary = put_file(packing.store, packing.name, "vocabulary-target.json", target_json)
+            contents.target_vocabulary = put_file(packing.store, packing.name, "vocabulary-target.json", target_bytes)
         again = repeated(contents.fingerprints.get("train", array("Q")))
         for split, sources in splits_of(packing.data).items():
             if split == "train":
@@ -132,12 +137,6 @@ class PairPacks(PackKind):
 def packed_pair_bytes(length: float) -> float:
     """Return the size of a pair whose texts have so many tokens each."""
     return _TOKEN_BYTES * length + _ROW_BYTES
-
-
-def _vocabularies_of(learned: Learned) -> tuple[Vocabulary, Vocabulary]:
-    assert learned.vocabulary is not None
-    source = Vocabulary.from_json(learned.vocabulary)
-    return source, source if learned.target_vocabulary is None else Vocabulary.from_json(learned.target_vocabulary)
 
 
 def _learn(packing: Packing, contents: PackContents) -> tuple[Vocabulary, Vocabulary]:

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping, Sequence
-from contextlib import suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
 from statistics import median
@@ -18,7 +17,7 @@ from typing import Literal
 from packtrain.errors import Mistake, nearest
 from packtrain.job.kinds import FleetKind
 from packtrain.recipes.recipe import Family
-from packtrain.system import usable_cores
+from packtrain.system import text_or_nothing, usable_cores
 
 _GB, _GIB, _T, _G = 10**9, 2**30, 1e12, 1e9
 
@@ -325,12 +324,12 @@ def device_named(word: str) -> Device:
 
 def this_machine(root: Path = Path("/proc")) -> Hardware:
     """Return this machine as the kernel describes it: its GPUs if it has any, else its cores."""
-    info = _text(root / "cpuinfo")
-    memory = re.search(r"MemTotal:\s+(\d+) kB", _text(root / "meminfo"))
+    info = text_or_nothing(root / "cpuinfo")
+    memory = re.search(r"MemTotal:\s+(\d+) kB", text_or_nothing(root / "meminfo"))
     memory_bytes = int(memory[1]) * 1024 if memory else 0
     # Collectives of one machine go through loopback; measured here, gloo moves 1 to 2 GB/s.
     link = Link(1.5e9, 0.0001, "loopback, assumed")
-    names = [_text(path / "information") for path in sorted((root / "driver/nvidia/gpus").glob("*"))]
+    names = [text_or_nothing(path / "information") for path in sorted((root / "driver/nvidia/gpus").glob("*"))]
     gpus = [gpu_named(name) for name in names]
     if gpus and gpus[0] is not None:
         return Hardware(gpus[0], len(gpus), usable_cores(), memory_bytes, link)
@@ -349,9 +348,3 @@ def _core(info: str) -> Device:
     per_cycle = 64 if wide else 32 if "avx2" in flags else 16
     flops = float(clock[1]) * 1e6 * per_cycle
     return Device(name[1].strip(), "cpu", flops, 0, 0, f"{float(clock[1]):.0f} MHz x {per_cycle} operations per cycle")
-
-
-def _text(path: Path) -> str:
-    with suppress(OSError):
-        return path.read_text("utf-8", "replace")
-    return ""

@@ -259,9 +259,8 @@ def estimate(work: Workload, goal: Goal, speed: Speed, layout: Layout, link: Lin
     compute = exchange = data = needed = batch = 0.0
     for phase in goal.phases:
         computed = speed.fixed_seconds + speed.unit_seconds * share * phase.work
-        exposed = speed.exchange_seconds
-        if exposed is None:
-            exposed = _exposed(work, speed, computed, sent, used, ranks)
+        measured = speed.exchange_seconds
+        exposed = _exposed(work, speed, computed, sent, used, ranks) if measured is None else measured
         compute += phase.share * computed
         exchange += phase.share * exposed
         data += phase.share * max(0.0, speed.load_seconds * share * phase.work - computed - exposed)
@@ -273,21 +272,18 @@ def estimate(work: Workload, goal: Goal, speed: Speed, layout: Layout, link: Lin
     steps, evaluation, seconds = _whole_run(work, goal, speed, ranks, step)
     paid = 1 if layout.shared else layout.machines
     dollars = None if goal.dollars_per_hour is None else goal.dollars_per_hour * paid * seconds / 3600
+    late = goal.budget_hours is not None and seconds > goal.budget_hours * 3600
+    dear = goal.budget_dollars is not None and dollars is not None and dollars > goal.budget_dollars
+    limit: Limit = "network" if exchange > compute else "compute"
+    if not fits or data > 0:
+        limit = "data" if fits else "memory"
     samples = batch * work.samples_per_step / step
     return Estimate(
-        layout.machines, ranks, speed.source, _limit(fits, compute, exchange, data), compute, exchange, data, step,
+        layout.machines, ranks, speed.source, limit, compute, exchange, data, step,
         batch * work.units_per_step / step, samples, samples * work.data_bytes / max(1, work.samples), sent,
         needed, memory, layout.memory_bytes, steps, evaluation, seconds, dollars, fits,
-        _in_budget(goal, seconds, dollars),
+        not late and not dear,
     )  # fmt: skip
-
-
-def _limit(fits: bool, compute: float, exchange: float, data: float) -> Limit:
-    if not fits:
-        return "memory"
-    if data > 0:
-        return "data"
-    return "network" if exchange > compute else "compute"
 
 
 def _tail(work: Workload, sent: float) -> float:
@@ -366,12 +362,6 @@ def _whole_run(work: Workload, goal: Goal, speed: Speed, ranks: int, step: float
     times = 1 if goal.evaluate_steps is None else max(1, math.ceil(goal.steps / goal.evaluate_steps - 1e-9))
     evaluation = times * evaluation_seconds + last
     return goal.steps, evaluation, START_SECONDS + goal.steps * step + evaluation
-
-
-def _in_budget(goal: Goal, seconds: float, dollars: float | None) -> bool:
-    late = goal.budget_hours is not None and seconds > goal.budget_hours * 3600
-    dear = goal.budget_dollars is not None and dollars is not None and dollars > goal.budget_dollars
-    return not late and not dear
 
 
 def with_efficiency(estimates: Sequence[Estimate]) -> list[Estimate]:

@@ -19,16 +19,8 @@ from packtrain.job.job import Job
 from packtrain.job.kinds import FLEETS, word_of
 from packtrain.observe.history import read_recent, step_seconds, steps_in, throughput
 from packtrain.pack.manifest import Manifest
-from packtrain.plan.devices import Hardware, Link, rented_hardware, this_machine
-from packtrain.plan.estimate import (
-    Layout,
-    Speed,
-    Workload,
-    estimate,
-    forecast_of,
-    goal_of,
-    speed_from_table,
-)
+from packtrain.plan.devices import Link, rented_hardware, this_machine
+from packtrain.plan.estimate import Layout, Speed, Workload, estimate, forecast_of, goal_of, speed_from_table
 from packtrain.plan.workload import known_data, known_model, workload_of
 from packtrain.run.records import Forecast
 from packtrain.run.run import Run
@@ -105,15 +97,20 @@ def expected(run: Run, manifest: Manifest, earlier: bool = True) -> Forecast | N
         layout, speed = replace(layout, machines=machines), replace(speed, exchange_seconds=None, memory_bytes=None)
     estimated = estimate(speeds.workload, goal, speed, layout, speeds.link)
     forecast = forecast_of(speeds.workload, estimated, job.train.duration)
-    before = _earlier(run) if earlier else None
-    return forecast if before is None else _like(forecast, before)
+    return _as_earlier(run, forecast) if earlier else forecast
 
 
 def _by_arithmetic(job: Job, manifest: Manifest) -> KnownSpeeds | None:
     model = known_model(job, manifest)
     if model is None:
         return None
-    hardware, assumed = _hardware(job)
+    hardware = this_machine()
+    assumed = f"peak of {hardware.device.name}"
+    if not fleet_of(job.fleet.kind).trains_here:
+        rented = rented_hardware(job.fleet.kind)
+        assumed = "as if its machines were like this one"
+        if rented is not None:
+            hardware, assumed = rented, f"table of devices: {rented.device.name}"
     work = workload_of(job.train, job.train.batch.unit, model, known_data(job, manifest), hardware.gpus > 0)
     workers = job.fleet.workers or hardware.workers
     shared = job.fleet.kind.machines.most if fleet_of(job.fleet.kind).trains_here else 1
@@ -123,25 +120,9 @@ def _by_arithmetic(job: Job, manifest: Manifest) -> KnownSpeeds | None:
     return KnownSpeeds(work, hardware.link, ((layout, speed),))
 
 
-def _hardware(job: Job) -> tuple[Hardware, str]:
-    local = this_machine()
-    if fleet_of(job.fleet.kind).trains_here:
-        return local, f"peak of {local.device.name}"
-    hardware = rented_hardware(job.fleet.kind)
-    if hardware is not None:
-        return hardware, f"table of devices: {hardware.device.name}"
-    return local, "as if its machines were like this one"
-
-
-@dataclass(frozen=True)
-class _EarlierRun:
-    name: str
-    step_seconds: float
-    units_per_second: float
-
-
-def _earlier(run: Run) -> _EarlierRun | None:
-    """Return the pace of the newest run of the same job that did the same work on the same number of machines."""
+def _as_earlier(run: Run, forecast: Forecast) -> Forecast:
+    """Return the forecast with the pace of the newest run of the same job that did the same work on the same number of
+    machines, if there is one; evaluations take as long as they were expected to."""
     stem, _, number = run.name.rpartition("-")
     for before in range(int(number) - 1, max(0, int(number) - 1 - _LOOKED_AT), -1):
         with suppress(PacktrainError, ValueError):
@@ -153,20 +134,15 @@ def _earlier(run: Run) -> _EarlierRun | None:
             steps = steps_in(read_recent(candidate, _RECENT_STEPS, False), "train")
             speed = throughput(steps, run.job.train.batch.unit)
             if len(steps) >= _ENOUGH_STEPS and speed is not None:
-                return _EarlierRun(candidate.name, fmean(map(step_seconds, steps)), speed)
-    return None
-
-
-def _like(forecast: Forecast, before: _EarlierRun) -> Forecast:
-    """Return the forecast with the pace of an earlier run; evaluations take as long as they were expected to."""
-    between = forecast.seconds - forecast.steps * forecast.step_seconds
-    seconds = max(0.0, between) + forecast.steps * before.step_seconds
-    dollars = None if forecast.dollars is None else forecast.dollars * seconds / forecast.seconds
-    return replace(
-        forecast,
-        source=f"as in {before.name}",
-        step_seconds=before.step_seconds,
-        units_per_second=before.units_per_second,
-        seconds=seconds,
-        dollars=dollars,
-    )
+                pace = fmean(map(step_seconds, steps))
+                between = forecast.seconds - forecast.steps * forecast.step_seconds
+                seconds = max(0.0, between) + forecast.steps * pace
+                return replace(
+                    forecast,
+                    source=f"as in {candidate.name}",
+                    step_seconds=pace,
+                    units_per_second=speed,
+                    seconds=seconds,
+                    dollars=None if forecast.dollars is None else forecast.dollars * seconds / forecast.seconds,
+                )
+    return forecast

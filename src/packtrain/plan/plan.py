@@ -126,11 +126,12 @@ def make_plan(loaded: LoadedJob, request: PlanRequest, say: Say) -> Plan:
     elif request.device is None and request.link is None:  # else it is about machines that the job does not name
         assert recipe is not None
         remember_speeds(job, recipe.pack.name, KnownSpeeds(work, measured.link, tuple(measured.speeds)))
+    sources = "; ".join(dict.fromkeys(speed.source for _, speed in measured.speeds))
     if job.train.scale_rate is not None:
         notes = [*notes, job.train.scale_rate.in_words(job.train.batch)]
     return Plan(
         job.name, job.recipe, job.model.size, recipe.pack.name if recipe is not None and data.exact else None, work,
-        goal, show_saves(job), measured.source, measured.link, (*notes, *measured.notes), tuple(estimates),
+        goal, show_saves(job), sources, measured.link, (*notes, *measured.notes), tuple(estimates),
         choose(estimates),
     )  # fmt: skip
 
@@ -281,10 +282,6 @@ class FoundSpeeds:
     speeds: Sequence[tuple[Layout, Speed]]
     link: Link
     notes: Sequence[str] = ()
-
-    @property
-    def source(self) -> str:
-        return "; ".join(dict.fromkeys(speed.source for _, speed in self.speeds))
 
 
 class _Speeds:

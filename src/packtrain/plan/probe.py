@@ -26,9 +26,8 @@ from packtrain.data.order import Ids, share, spread
 from packtrain.errors import PacktrainError
 from packtrain.fleet.doctor import Usable, documents
 from packtrain.fleet.host import read_secrets, visible_object
-from packtrain.fleet.link_probe import rendezvous
+from packtrain.fleet.link_probe import probe_parser, reachable_address, rendezvous
 from packtrain.job import Job
-from packtrain.node.address import check_own, choose_address, interface_of
 from packtrain.plan.devices import DeviceKind, gpu_named, this_machine
 from packtrain.plan.estimate import Speed
 from packtrain.plan.raw import enlarge_vocabulary
@@ -135,7 +134,11 @@ def probe(
 
 
 def main(arguments: Sequence[str]) -> None:
-    options = _options(arguments)
+    parser = probe_parser("packtrain.plan.probe")
+    parser.add_argument("--machines", type=int, required=True)
+    parser.add_argument("--workers", type=int, required=True)
+    parser.add_argument("--worker", type=int, default=None)
+    options = parser.parse_args(arguments)
     if options.worker is not None:
         _work(options)
         return
@@ -162,20 +165,6 @@ def main(arguments: Sequence[str]) -> None:
             lines = errors.decode(errors="replace").strip().splitlines()
             raise PacktrainError((lines or [f"exit code {process.returncode}"])[-1].removeprefix("packtrain: "))
     print(outputs[0][0].decode(), end="")
-
-
-def _options(arguments: Sequence[str]) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(prog="packtrain.plan.probe")
-    parser.add_argument("--store", required=True)
-    parser.add_argument("--key", required=True)
-    parser.add_argument("--machines", type=int, required=True)
-    parser.add_argument("--workers", type=int, required=True)
-    parser.add_argument("--rank", type=int, default=int(os.environ.get("SLURM_PROCID", "0")))
-    parser.add_argument("--address", default=None)
-    parser.add_argument("--interface", default=None)
-    parser.add_argument("--public-address", action="store_true")
-    parser.add_argument("--worker", type=int, default=None)
-    return parser.parse_args(arguments)
 
 
 def _work(options: argparse.Namespace) -> None:
@@ -220,12 +209,7 @@ def _join(options: argparse.Namespace, store: Store) -> World:
     if on_gpu:
         torch.cuda.set_device(device)
     if ranks > 1:
-        address = choose_address(options.address, options.interface, False, None)
-        check_own(address, options.public_address)
-        interface = interface_of(address)
-        if interface is not None:
-            os.environ.update(GLOO_SOCKET_IFNAME=interface, NCCL_SOCKET_IFNAME=f"={interface}")
-        shared = rendezvous(store, f"{options.key}-address", rank, ranks, address)
+        shared = rendezvous(store, f"{options.key}-address", rank, ranks, reachable_address(options))
         dist.init_process_group("nccl" if on_gpu else "gloo", store=shared, rank=rank, world_size=ranks)
     return World(rank, ranks, device, options.worker)
 
@@ -373,16 +357,12 @@ def _evaluation_seconds(engine: Engine, recipe: Recipe, world: World) -> tuple[f
         decoded = spread(count, _DECODED)
         first = seconds(nothing, decoded)
     world.barrier()
-    return score, first / len(decoded) * _usual_length(recipe, decoded)
-
-
-def _usual_length(recipe: Recipe, ids: Ids) -> float:
-    """Return the part of the longest possible outputs that outputs usually have: new weights write all of it."""
-    if not isinstance(recipe, PairRecipe):
-        return 1.0
-    pairs = recipe.pairs["valid"]
-    written, longest = pairs.target.lengths[ids].sum(), recipe.max_lengths(pairs.source.lengths[ids]).sum()
-    return min(1.0, float(written) / max(1.0, float(longest)))
+    decode_seconds = first / len(decoded)
+    if isinstance(recipe, PairRecipe):  # new weights write the longest possible outputs; usual ones are shorter
+        pairs = recipe.pairs["valid"]
+        written, longest = pairs.target.lengths[decoded].sum(), recipe.max_lengths(pairs.source.lengths[decoded]).sum()
+        decode_seconds *= min(1.0, float(written) / max(1.0, float(longest)))
+    return score, decode_seconds
 
 
 def _memory(world: World, workers: int) -> tuple[int, int, DeviceKind, str]:

@@ -8,7 +8,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 from contextlib import ExitStack, suppress
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
@@ -37,7 +37,7 @@ class DataSize:
     """`samples_per_step` and `units_per_step` are means over the first epoch."""
 
     samples: int
-    bytes: int
+    data_bytes: int
     steps_per_epoch: float
     samples_per_step: float
     units_per_step: float
@@ -66,18 +66,11 @@ def workload_of(train: TrainSettings, unit: str, model: ModelSize, data: DataSiz
         traffic=exchange.traffic,
         sharded=exchange.shards_model,
         whole_gradients=exchange.whole_gradients,
-        units_per_step=data.units_per_step,
-        samples_per_step=data.samples_per_step,
-        steps_per_epoch=data.steps_per_epoch,
         micro_batch=None if train.micro_batch is None else train.micro_batch.value,
-        samples=data.samples,
-        data_bytes=data.bytes,
-        valid_samples=data.valid_samples,
-        test_samples=data.test_samples,
-        exact=data.exact,
         family=model.family,
         evaluation_bytes=model.evaluation_bytes,
         evaluation_units=MEASURE_TOKENS,
+        **asdict(data),
     )
 
 
@@ -88,7 +81,7 @@ def data_size(recipe: Recipe) -> DataSize:
     split = recipe.pack.manifest.splits["train"]
     return DataSize(
         samples=split.samples,
-        bytes=split.shard_bytes,
+        data_bytes=split.shard_bytes,
         steps_per_epoch=len(batches),
         samples_per_step=float(np.mean([len(batch) for batch in batches])),
         units_per_step=float(np.mean([order.costs[batch].sum() for batch in batches])),
@@ -108,7 +101,7 @@ def estimated_data(
     steps = max(1.0, units / job.train.in_epoch(0).batch.value)
     return DataSize(
         samples=round(sum(samples)),
-        bytes=round(size),
+        data_bytes=round(size),
         steps_per_epoch=steps,
         samples_per_step=sum(drawn) / steps,
         units_per_step=units / steps,
