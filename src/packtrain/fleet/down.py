@@ -73,13 +73,7 @@ def take_down(run: Run, accept: AcceptFleets, say: Say = silent) -> list[str]:
             run.record_event("machine", f"{this_client()} ended: {', '.join(ended[:_NAMED])}{others}")
     if faults:
         raise faults[0] if len(faults) == 1 else PacktrainError("; ".join(map(str, faults)))
-    _wait_for_result(run)
-    return ended
-
-
-def _wait_for_result(run: Run) -> None:
-    """Wait until the run has stopped: a machine that was just ended looks alive for some seconds."""
-    deadline = time.monotonic() + _LEAVE_SECONDS
+    deadline = time.monotonic() + _LEAVE_SECONDS  # a machine that was just ended looks alive for some seconds
     while run.result() is None and not finish_unattended(run):
         if time.monotonic() > deadline:
             alive = ", ".join(sorted({lease.hostname for lease in run.leases() if not lease.left}))
@@ -88,6 +82,7 @@ def _wait_for_result(run: Run) -> None:
                 f" run `packtrain down {run.name}` there"
             )
         time.sleep(_POLL_SECONDS)
+    return ended
 
 
 def check_has_no_machines(run: Run, force: bool = False) -> None:

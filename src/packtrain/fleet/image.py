@@ -15,7 +15,7 @@ import shutil
 import subprocess
 import tempfile
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -262,9 +262,16 @@ class ImageBuilder:
                 if line.strip():
                     lines.append(line.rstrip())
                     self.say(line.rstrip())
-        if process.returncode != 0:
-            raise Mistake(_failure(self.program, words, lines))
-        return list(lines)
+        if process.returncode == 0:
+            return list(lines)
+        # Builders repeat the command of a step, and their last line only says that it failed: what it printed says why.
+        outputs = [line for line in lines if "RUN " not in line]
+        errors = [line for line in outputs if re.search(r"error|denied|wheels are for|no space", line, re.IGNORECASE)]
+        text = (errors or outputs or ["failed without a message"])[-1]
+        advice = next((advice for pattern, advice in _ADVICE if re.search(pattern, text, re.IGNORECASE)), "")
+        cleaned = re.sub(r"^(?:error|fata\[\d+\])[: ]*", "", text.strip(), flags=re.IGNORECASE)
+        remedy = f"; {advice.format(program=self.program)}" if advice else ""
+        raise Mistake(f"{self.program} {words[0]}: {cleaned}{remedy}")
 
 
 # What builders say, and what to do about it.
@@ -276,16 +283,6 @@ _ADVICE = (
     (r"HTTP response to HTTPS client", "the registry has no TLS; name it as insecure in {program}'s configuration"),
     (r"connection refused|no such host|timeout|unreachable", "check the registry's address and the network"),
 )
-
-
-def _failure(program: str, words: Sequence[str], lines: Sequence[str]) -> str:
-    # Builders repeat the command of a step, and their last line only says that it failed: what it printed says why.
-    outputs = [line for line in lines if "RUN " not in line]
-    errors = [line for line in outputs if re.search(r"error|denied|wheels are for|no space", line, re.IGNORECASE)]
-    text = (errors or outputs or ["failed without a message"])[-1]
-    advice = next((advice for pattern, advice in _ADVICE if re.search(pattern, text, re.IGNORECASE)), "")
-    cleaned = re.sub(r"^(?:error|fata\[\d+\])[: ]*", "", text.strip(), flags=re.IGNORECASE)
-    return f"{program} {words[0]}: {cleaned}" + (f"; {advice.format(program=program)}" if advice else "")
 
 
 def find_builder(program: str | None, say: Callable[[str], None]) -> ImageBuilder:

@@ -428,15 +428,10 @@ def spot_notice() -> PreemptionNotice | None:
     if (text := metadata("spot/instance-action")) is not None:
         action = json.loads(text)
         fault = f"preemption notice: EC2 will {action['action']} this machine"
-        return PreemptionNotice(fault, _seconds_until(action["time"]))
+        seconds = NOTICE_SECONDS
+        with suppress(ValueError):
+            seconds = calendar.timegm(time.strptime(action["time"], "%Y-%m-%dT%H:%M:%SZ")) - time.time()
+        return PreemptionNotice(fault, min(max(seconds, 1.0), NOTICE_SECONDS))  # whatever this machine's clock says
     if metadata("events/recommendations/rebalance") is not None:
         return PreemptionNotice("EC2 recommends rebalancing: it may take this machine away soon", certain=False)
     return None
-
-
-def _seconds_until(end: str) -> float:
-    try:
-        seconds = calendar.timegm(time.strptime(end, "%Y-%m-%dT%H:%M:%SZ")) - time.time()
-    except ValueError:
-        return NOTICE_SECONDS
-    return min(max(seconds, 1.0), NOTICE_SECONDS)  # whatever this machine's clock says

@@ -355,10 +355,7 @@ def state_of_pod(pod: Document, events: Callable[[], Sequence[Document]]) -> str
     if field(conditions, "PodScheduled", "status") == "False":
         scheduled = conditions["PodScheduled"]
         return _with(scheduled.get("reason") or "Unschedulable", scheduled.get("message"))
-    return _waiting(field(container, "state", "waiting") or {"reason": phase_of(pod)}, events)
-
-
-def _waiting(waiting: Document, events: Callable[[], Sequence[Document]]) -> str:
+    waiting = field(container, "state", "waiting") or {"reason": phase_of(pod)}
     reason, message = waiting.get("reason") or "Pending", waiting.get("message")
     if reason in _STARTING:
         message = _warning(events())  # such as a volume that cannot be mounted

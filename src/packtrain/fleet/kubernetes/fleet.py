@@ -110,15 +110,13 @@ _DNS = r"[a-z0-9]([a-z0-9.-]{0,251}[a-z0-9])?"
 _KEY = r"([a-z0-9]([a-z0-9.-]{0,251}[a-z0-9])?/)?[A-Za-z0-9]([A-Za-z0-9._-]{0,61}[A-Za-z0-9])?"
 
 
-def _digits(value: object) -> object:
-    """Return a plain number as its text: nobody writes `cpu: "8"`."""
-    return str(value) if isinstance(value, (int, float)) and not isinstance(value, bool) else value
-
-
 def _or_number(pattern: str) -> BeforeValidator:
-    """Also read a plain number; like a text, it must not begin with -."""
+    """Also read a plain number as its text: nobody writes `cpu: "8"`. Like a text, it must not begin with -."""
     schema = in_schema(type=["number", "string"], minimum=0, pattern=rf"^(?!-)(?:{pattern})$")
-    return BeforeValidator(_digits, json_schema_input_type=schema)
+    return BeforeValidator(
+        lambda value: str(value) if isinstance(value, (int, float)) and not isinstance(value, bool) else value,
+        json_schema_input_type=schema,
+    )
 
 
 ObjectName = Annotated[str, matching(_DNS, "a name of Kubernetes: a-z, 0-9, - and .")]
