@@ -297,6 +297,13 @@ def test_help_imports_nothing_heavy() -> None:
     assert done.stdout.strip() == "[]"
 
 
+@pytest.mark.usefixtures("processes")
+def test_a_node_and_what_starts_it_import_neither_torch_nor_numpy() -> None:
+    code = "import sys, packtrain.fleet, packtrain.node.main; print({'torch', 'numpy'} & {*sys.modules})"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stdout.strip() == "set()"
+
+
 # Names and words.
 
 Definition = ast.Module | ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef

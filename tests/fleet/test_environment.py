@@ -147,7 +147,7 @@ def test_nodes_of_an_older_packtrain_are_found_by_the_name_that_the_module_had(
     greeting_host: Remote, tmp_path: Path
 ) -> None:
     python = tmp_path / "bin" / "python3.13"
-    python.write_text(python.read_text().replace("*identity*)", "*packtrain.fleet.host*) exit 1 ;;\n  *identity*)"))
+    python.write_text(python.read_text().replace("*identity*)", "*packtrain.fleet.on_host*) exit 1 ;;\n  *identity*)"))
     assert environment.find_any(greeting_host, str(python)) == Host(greeting_host, str(python), "packtrain.fleet.local")
 
 

@@ -13,7 +13,7 @@ import psutil
 import pytest
 
 from packtrain.errors import PacktrainError
-from packtrain.fleet.host import END_SECONDS, StartedNode, is_node, start_process
+from packtrain.fleet.host import END_SECONDS, StartedNode, is_node, start_process, verb_command
 from packtrain.launch.start import wait_until_joined
 from packtrain.node.preemption import seconds_from
 from packtrain.run.records import FleetLaunch
@@ -42,6 +42,14 @@ def own_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 )
 def test_a_node_is_recognized_by_its_command_line(words: str, expected: bool) -> None:
     assert is_node(words.split(), "job-1", "/s") == expected
+
+
+@pytest.mark.usefixtures("processes")
+def test_the_host_answers_without_a_word_on_standard_error(tmp_path: Path) -> None:
+    """The last line of it is what the client shows if the command ends without an answer."""
+    command = verb_command(sys.executable, "list", ["--run", "job-1", "--store", str(tmp_path)])
+    done = subprocess.run(command, input="", capture_output=True, text=True)
+    assert (done.returncode, done.stdout, done.stderr) == (0, "[]\n", "")
 
 
 @pytest.mark.usefixtures("processes")

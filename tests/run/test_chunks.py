@@ -235,6 +235,21 @@ def test_a_damaged_chunk_is_named_in_one_line(directory_store: Store, data: byte
         reader(directory_store).read()
 
 
+def test_a_damaged_chunk_leaves_no_hole(directory_store: Store) -> None:
+    writing, reading = writer(directory_store), reader(directory_store)
+    for number in (1, 2, 3):
+        note(writing, number)
+        writing.flush()
+    key = "runs/job-1/notes/w/00000001.jsonl"
+    good = directory_store.get(key)
+    directory_store.put(key, b"{")
+    for _ in range(2):
+        with pytest.raises(PacktrainError, match=key):
+            reading.read()
+    directory_store.put(key, good)
+    assert numbers(reader(directory_store).read()) == [1, 2, 3]
+
+
 def test_a_stream_that_would_not_fit_into_memory_is_refused_before_it_is_read(directory_store: Store) -> None:
     folder = Path(directory_store.url) / "runs/job-1/notes/w"
     folder.mkdir(parents=True)

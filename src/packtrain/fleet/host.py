@@ -1,27 +1,24 @@
 """Nodes on one host: what it is like before a run starts there, and how its nodes are started, found and ended.
 
-`python -m packtrain.fleet.host check|link-probe|start|list|end` is how the ssh fleet, `doctor` and `plan` do this on
+`python -m packtrain.fleet.on_host check|link-probe|start|list|end` is how the ssh fleet, `doctor` and `plan` do this on
 another machine. It reads secrets as a JSON object from the first line of standard input, never from arguments, and
 prints one JSON document. `Host` is the client's side of it.
 """
 
 from __future__ import annotations
 
-import argparse
 import json
 import os
-import runpy
 import shutil
 import signal
 import socket
 import subprocess
 import sys
-import threading
 import time
 import uuid
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
@@ -33,11 +30,11 @@ from packtrain.errors import EXIT_ALREADY_JOINED, EXIT_DONE, EXIT_STOPPED, Packt
 from packtrain.fleet.remote import Remote, Unreachable, end_with_client, last_line
 from packtrain.identity import identity
 from packtrain.node.preemption import SECONDS_VARIABLE
-from packtrain.process import LOG_VARIABLE, end_process, exit_code_of, run_main
+from packtrain.process import LOG_VARIABLE
 from packtrain.store import Store, open_store
 from packtrain.system import cache_directory, nearest, readable_cache
 
-MODULE = "packtrain.fleet.host"
+MODULE = "packtrain.fleet.on_host"
 END_SECONDS = 60.0  # how long a node that was asked to end may take to commit
 JOIN_SECONDS = 30.0  # to wait until a node has joined: a busy machine takes its time to start Python
 _GOOD_ENDS = (EXIT_DONE, EXIT_STOPPED, EXIT_ALREADY_JOINED)  # after these a node removes its log
@@ -133,10 +130,10 @@ class StartedNode:
 
     def has_joined(self) -> bool:
         """True once it has joined its run, or another node is there in its place. Raises if it ended before."""
-        return _has_joined(self.exit_code(), self.log)  # the code before the log, which is then complete
+        return is_settled(self.exit_code(), self.log)  # the code before the log, which is then complete
 
 
-def _has_joined(code: int | None, log: Path) -> bool:
+def is_settled(code: int | None, log: Path) -> bool:
     text = ""
     with suppress(FileNotFoundError):  # a node that ends well removes its own at any moment
         text = log.read_text("utf-8", "replace")
@@ -245,9 +242,18 @@ def secrets_line(secrets: Mapping[str, str]) -> bytes:
     return json.dumps(dict(secrets)).encode() + b"\n"
 
 
+def read_secrets() -> None:
+    """Read one line byte by byte: what follows must stay in the pipe, whose end means that the client is gone."""
+    line = b""
+    while not line.endswith(b"\n") and (byte := os.read(0, 1)):
+        line += byte
+    if line.strip():
+        os.environ.update(json.loads(line))
+
+
 @dataclass(frozen=True)
 class Host:
-    """A machine that ssh reaches, and its Python with Packtrain. `module` is what this module is called there."""
+    """A machine that ssh reaches, and its Python with Packtrain. `module` is the one that answers there."""
 
     remote: Remote
     python: str
@@ -260,7 +266,7 @@ class Host:
     def ask(
         self, verb: str, options: Sequence[str], secrets: Mapping[str, str] | None = None, seconds: float = 120.0
     ) -> Any:
-        """Return the answer of this module on the host."""
+        """Return the answer of the module on the host."""
         command = verb_command(self.python, verb, options, self.module)
         answer = self.remote.run(command, secrets_line(secrets or {}), seconds)
         try:
@@ -276,109 +282,3 @@ class Host:
         options = ["--run", run, "--store", store]
         pids: list[int] = self.ask("end" if end else "list", options, seconds=END_SECONDS + 30)
         return pids
-
-
-# The host's side.
-
-
-def start_node(run: str, arguments: list[str], tied: bool) -> None:
-    """Become the node of a run if tied; else fork it, wait until it has joined, and print where it is.
-
-    The pid is null if the run already has its node on this machine.
-    """
-    os.environ.setdefault(SECONDS_VARIABLE, f"{END_SECONDS:.0f}")
-    if tied:  # no fork: the node is this process, and its standard input is the connection
-        threading.Thread(target=_leave_with_connection, daemon=True).start()
-        _become_node(arguments)
-    log = new_log(run)
-    os.environ[LOG_VARIABLE] = str(log)
-    child = os.fork()
-    if child == 0:
-        os.setsid()  # a session of its own, so that the end of the ssh session does not signal it
-        # Let go of the connection: sshd keeps it open as long as any process holds its pipes.
-        output = os.open(log, os.O_WRONLY | os.O_APPEND)
-        for number, source in ((0, os.open(os.devnull, os.O_RDONLY)), (1, output), (2, output)):
-            os.dup2(source, number)
-        os.closerange(3, 1024)
-        _become_node(arguments)
-    _show_in_tmux(run, child, log)
-    # A node that fails early would otherwise leave the client waiting for it without a reason.
-    deadline, code = time.monotonic() + JOIN_SECONDS, None
-    while not _has_joined(code, log) and time.monotonic() < deadline:
-        time.sleep(0.1)
-        ended, status = os.waitpid(child, os.WNOHANG)  # before the log is read, so that it is complete
-        code = os.waitstatus_to_exitcode(status) if ended else None
-    print(json.dumps({"pid": None if code == EXIT_ALREADY_JOINED else child, "log": str(log)}), flush=True)
-
-
-def _become_node(arguments: list[str]) -> None:
-    """Run the node in this process, whose environment has the secrets: they must not appear in arguments."""
-    sys.argv = ["packtrain", *arguments]
-    code = exit_code_of(lambda: runpy.run_module("packtrain", run_name="__main__"))
-    end_process(code)  # never return into the code that forked
-
-
-def _leave_with_connection() -> None:
-    """End the node when standard input closes: that is how it notices that the client or the connection is gone."""
-    while os.read(0, 4096):
-        pass
-    os.kill(os.getpid(), signal.SIGTERM)
-
-
-def _show_in_tmux(run: str, node: int, log: Path) -> None:
-    """Open a tmux session that shows the log as long as the node lives. The node does not depend on it."""
-    if shutil.which("tmux") is None:
-        return
-    watch = ["tail", f"--pid={node}", "-n", "+1", "-F", str(log)]
-    # tmux keeps the environment of its first session for all later ones: no secret may be in it.
-    plain = {name: os.environ[name] for name in ("HOME", "PATH", "LANG", "USER", "SHELL") if name in os.environ}
-    subprocess.run(
-        ["tmux", "new-session", "-d", "-s", f"packtrain-{run}", *watch],
-        check=False,
-        stdin=subprocess.DEVNULL,
-        stdout=subprocess.DEVNULL,
-        stderr=subprocess.DEVNULL,
-        env=plain,
-    )
-
-
-def read_secrets() -> None:
-    """Read one line byte by byte: what follows must stay in the pipe, whose end means that the client is gone."""
-    line = b""
-    while not line.endswith(b"\n") and (byte := os.read(0, 1)):
-        line += byte
-    if line.strip():
-        os.environ.update(json.loads(line))
-
-
-def main(words: Sequence[str]) -> None:
-    place = words.index("--") if "--" in words else len(words)  # what follows is for the node or the link probe
-    parser = argparse.ArgumentParser(prog=MODULE)
-    parser.add_argument("verb", choices=["check", "link-probe", "start", "list", "end"])
-    parser.add_argument("--run", default="")
-    parser.add_argument("--store", default="")
-    parser.add_argument("--key", default="")
-    parser.add_argument("--tied", action="store_true")
-    options, arguments = parser.parse_args(words[:place]), list(words[place + 1 :])
-    read_secrets()
-    if options.verb == "start":
-        from packtrain.node.address import ssh_address
-
-        # Other machines reach this one where ssh did, unless the job says otherwise.
-        address = None if {"--interface", "--address"} & {*arguments} else ssh_address(os.environ)
-        start_node(options.run, arguments if address is None else [*arguments, "--address", address], options.tied)
-    elif options.verb == "link-probe":
-        from packtrain.fleet import link_probe
-
-        link_probe.main(arguments)
-    elif options.verb == "check":
-        print(json.dumps(asdict(gather(options.store, options.key))))
-    else:
-        processes = find_processes("python", options.run, options.store)
-        if options.verb == "end":
-            end_processes(processes)
-        print(json.dumps([process.pid for process in processes]))
-
-
-if __name__ == "__main__":
-    run_main(main)

@@ -1,6 +1,6 @@
 """The link probe: how fast machines exchange data, measured by an all-reduce between them with torch's collectives.
 
-Each machine runs it once (`packtrain.fleet.host link-probe`); the first writes its address to the store, and every
+Each machine runs it once (`packtrain.fleet.on_host link-probe`); the first writes its address to the store, and every
 machine prints the result.
 """
 

@@ -91,8 +91,9 @@ class MpiFleet(SshFleet):
     programs = ("mpirun", "ssh")
 
     def __init__(self, settings: MpiSettings) -> None:
+        # Not validated again: the path of this Python may be one that a job file could not have.
         super().__init__(
-            SshSettings(
+            SshSettings.model_construct(
                 hosts=settings.hosts,
                 machines=settings.machines,
                 python=settings.python or sys.executable,

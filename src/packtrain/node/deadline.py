@@ -7,7 +7,6 @@ import time
 from collections.abc import Callable, Iterable
 
 from packtrain.job.job import BudgetSettings, FleetSettings
-from packtrain.observe.status import dollars_paid
 from packtrain.process import say
 from packtrain.run.records import Generation, Lease
 from packtrain.run.run import Run
@@ -28,7 +27,7 @@ def seconds_left(
         limits.append(budget.hours * 3600 - used_seconds)
     price = fleet.dollars_per_hour
     if budget.dollars is not None and price is not None:
-        limits.append((budget.dollars - dollars_paid(leases)) / price * 3600 / max(1, machines))
+        limits.append((budget.dollars - sum(lease.dollars for lease in leases)) / price * 3600 / max(1, machines))
     return max(0.0, min(limits)) if limits else None
 
 

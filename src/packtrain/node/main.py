@@ -15,7 +15,7 @@ import socket
 import time
 import uuid
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, closing, contextmanager, suppress
+from contextlib import AbstractContextManager, ExitStack, contextmanager, suppress
 from dataclasses import dataclass
 
 from packtrain.backoff import Backoff
@@ -76,23 +76,23 @@ def take_part(
             raise Mistake(f"{versions}; build the image again")
         _check_code(run, options.code, accept)
         ending.power_off = options.power_off or run.job.fleet.kind.power_off
-        with closing(NodeSlot(run)) as slot:
-            node = ending.node = _create(run, options, notices(), slot)
-            with show_steps(run, node):
-                node.work()
-            result = None
-            ending.is_over = node.has_done_its_part
-            if ending.is_over:
-                result = run.result()
-            else:  # a machine that is taken away does not wait for its store
-                with suppress(StoreError):
-                    result = hurried(run).result()
-            if result is not None:
-                ending.is_over = True
-                write_report(run)
-                node.mirror.finish()
-                if result.status != "failed":
-                    log.remove()
+        ending.slot = NodeSlot(run)
+        node = ending.node = _create(run, options, notices(), ending.slot)
+        with show_steps(run, node):
+            node.work()
+        result = None
+        ending.is_over = node.has_done_its_part
+        if ending.is_over:
+            result = run.result()
+        else:  # a machine that is taken away does not wait for its store
+            with suppress(StoreError):
+                result = hurried(run).result()
+        if result is not None:
+            ending.is_over = True
+            write_report(run)
+            node.mirror.finish()
+            if result.status != "failed":
+                log.remove()
     return EXIT_CODES["interrupted" if result is None else result.status]
 
 
@@ -102,6 +102,7 @@ class _Ending:
 
     power_off: bool
     is_over: bool = True  # even if the node crashes: nothing would start another one here
+    slot: NodeSlot | None = None
     node: Node | None = None
 
 
@@ -128,11 +129,12 @@ def _machine_off_after(run: Run, log: OwnLog, ending: _Ending) -> Iterator[None]
             _record_crash(run, error)
         raise
     finally:
-        try:
+        with ExitStack() as last:
+            last.callback(switch_off, ending.power_off and ending.is_over)
+            if ending.slot is not None:
+                last.callback(ending.slot.close)  # from here on, another node may take this machine's part
             if ending.node is not None:
                 ending.node.mirror.end()
-        finally:
-            switch_off(ending.power_off and ending.is_over)
 
 
 def _record_crash(run: Run, error: Exception) -> None:

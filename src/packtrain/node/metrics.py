@@ -22,7 +22,6 @@ from pathlib import Path
 import psutil
 
 from packtrain.node.event_file import EventFile, Scalar
-from packtrain.observe.history import read_recent
 from packtrain.run.checkpoint import Checkpoint
 from packtrain.run.chunks import ChunkWriter
 from packtrain.run.records import Generation, LogLine, Point, TellEvent, evaluates, loss_name
@@ -236,6 +235,8 @@ class ProgramMetrics:
             if self._source is not None and self._source.generation == generation:  # a start that is tried again
                 return
             self._collect(is_complete=True)
+            from packtrain.observe.history import read_recent  # needs NumPy, which a node of a recipe can do without
+
             points: list[Point] = []
             with suppress(DamagedRecord):
                 points = [point for point in read_recent(self._run, _COMPARED, False) if point.kind == "log"]

@@ -56,9 +56,10 @@ _TABLE = (
 )
 SPANS: Mapping[str, Span] = {span.name: span for span in _TABLE}
 LABELS: Mapping[str, str] = {span.name: span.label for span in _TABLE}
-# A step begins with its data.
-RECORDED = ("data", *(span.name for span in _TABLE if span.place != "found later" and span.name != "data"))
-"""The spans of a worker's clock, in the order of a step."""
+RECORDED = (
+    "start", "data", "forward", "backward", "communication", "wait", "optimizer", "save", "evaluation", "other",
+)  # fmt: skip
+"""The spans of a worker's clock, in the order of its records: a generation starts, and a step begins with its data."""
 STEP_SPANS = tuple(name for name in RECORDED if SPANS[name].place == "step")
 BETWEEN_STEPS = tuple(span.name for span in _TABLE if span.place == "between")
 """Spans that the record of a step includes, because they came before it, but that are not part of it."""

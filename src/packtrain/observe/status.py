@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import asdict, dataclass, field, replace
 from typing import Any
@@ -64,7 +64,7 @@ class Cost:
 def cost_of(job: Job, leases: Sequence[Lease], running: bool, steps: Sequence[Point]) -> Cost | None:
     """Return the cost of a run; None if no price is known. `steps` are recent ones, of one generation if possible."""
     price = job.fleet.dollars_per_hour
-    paid = dollars_paid(leases)
+    paid = sum(lease.dollars for lease in leases)
     if price is None and not paid:
         return None
     # A machine that died has not left, and another took its place.
@@ -75,10 +75,6 @@ def cost_of(job: Job, leases: Sequence[Lease], running: bool, steps: Sequence[Po
     if expected is not None and job.budget.dollars is not None:
         expected = min(expected, job.budget.dollars)
     return Cost(paid, per_hour, expected, job.budget.dollars)
-
-
-def dollars_paid(leases: Iterable[Lease]) -> float:
-    return sum(lease.machine_seconds / 3600 * lease.dollars_per_hour for lease in leases)
 
 
 @dataclass(frozen=True)

@@ -13,6 +13,7 @@ from base64 import b64encode
 from collections import deque
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from itertools import chain
 from typing import Any, Generic, Protocol
 
 from packtrain.store import Entry, Store, StoreError
@@ -100,11 +101,15 @@ class ChunkReader(Generic[Record]):
         self._store, self._stream = store, stream
         self._record = record
         self._follower = ChunkFollower(store, stream)
-        self._pending: list[Record] = []  # of a read that failed half way
+        # Of a read that failed half way: records, and the chunk that could not be decoded.
+        self._pending: list[Record] = []
+        self._undecoded: list[tuple[str, bytes]] = []
 
     def read(self, writers: Collection[str] | None = None) -> list[Record]:
-        for key, data in self._follower.take_all(writers, MAX_STREAM_BYTES):
+        for key, data in chain(self._undecoded, self._follower.take_all(writers, MAX_STREAM_BYTES)):
+            self._undecoded = [(key, data)]  # a damaged chunk fails every read, instead of leaving a hole
             self._pending += self._decoded(data, f"{key} in {self._store.url}")
+            self._undecoded = []
         records, self._pending = self._pending, []
         return records
 
@@ -213,6 +218,7 @@ class ChunkFollower:
         max_bytes: int | None = None,
         is_patient: bool = False,
     ) -> Iterator[tuple[str, bytes]]:
+        followed = list(self._cursors.items())  # a writer that is listed now has no more for the moment
         for writer in self._changed():
             if writer not in self._cursors and (writers is None or writer in writers):
                 self._list(writer)
@@ -228,7 +234,7 @@ class ChunkFollower:
             self._listed.popleft()
             if data is not None:  # deleted meanwhile, with its run
                 yield key, data
-        for writer, cursor in self._cursors.items():
+        for writer, cursor in followed:
             if (writers is None or writer in writers) and (not is_patient or self._is_due(cursor)):
                 yield from self._next_of(writer, cursor, read)
         self._looks += 1

@@ -207,6 +207,11 @@ class Lease:
     telemetry: Telemetry = field(default_factory=Telemetry)
     facts: MachineFacts = field(default_factory=MachineFacts)
 
+    @property
+    def dollars(self) -> float:
+        """The price of the machine so far."""
+        return self.machine_seconds / 3600 * self.dollars_per_hour
+
 
 # Events.
 
