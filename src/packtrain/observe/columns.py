@@ -157,7 +157,9 @@ class Table:
         for name in names:
             column = self.columns[name]
             if counts.max(initial=0) >= BLOCK and column.rows is None and column.count == self.rows:
-                sums = _block_sums(column, starts // BLOCK)
+                _, _, block_sums = column.settled()
+                remaining = np.nan_to_num(column.all[len(block_sums) * BLOCK :], posinf=0.0, neginf=0.0)
+                sums = np.add.reduceat(np.append(block_sums, remaining.sum(dtype=np.float64)), starts // BLOCK)
             else:
                 finite = np.nan_to_num(self.all(name), posinf=0.0, neginf=0.0)
                 sums = np.add.reduceat(finite, starts, dtype=np.float64) if self.rows else np.zeros(0)
@@ -186,12 +188,6 @@ def _candidates(column: GrowingColumn, begin: int, end: int, points: int) -> Row
     inner = np.concatenate([low[first:last], high[first:last]])
     edges = np.array([begin, end - 1])
     return np.unique(np.concatenate([np.arange(begin, first * BLOCK), inner, np.arange(last * BLOCK, end), edges]))
-
-
-def _block_sums(column: GrowingColumn, starts: Rows) -> Numbers:
-    _, _, sums = column.settled()
-    remaining = np.nan_to_num(column.all[len(sums) * BLOCK :], posinf=0.0, neginf=0.0)
-    return np.add.reduceat(np.append(sums, remaining.sum(dtype=np.float64)), starts)
 
 
 class UseOverTime:

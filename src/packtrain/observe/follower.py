@@ -73,7 +73,10 @@ class RunFollower:
 
     def __init__(self, run: Run, streams: Sequence[str] = ("events", "metrics", "telemetry", "time")) -> None:
         self.run, self.lock = run, threading.RLock()
-        self.history = History(*_units_of(run))
+        try:
+            self.history = History(run.job.train.batch.unit if run.job.recipe else "", run.job.step_kind)
+        except DamagedRecord:  # the status says so
+            self.history = History("")
         self.complete = False
         """True once all metrics were read."""
         self.problem: str | None = None
@@ -260,14 +263,6 @@ class EndFollower:
 
     def _source(self, key: str) -> str:
         return f"{key} in {self._run.store.url}"
-
-
-def _units_of(run: Run) -> tuple[str, str]:
-    """Return what a batch is counted in, and the kind of steps; none if the job is damaged: the status says so."""
-    try:
-        return run.job.train.batch.unit if run.job.recipe else "", run.job.step_kind
-    except DamagedRecord:
-        return "", "train"
 
 
 def use_of(telemetry: Telemetry) -> dict[str, float | None]:

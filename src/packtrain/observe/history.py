@@ -78,15 +78,12 @@ def survivors(generations: Floats, steps: Floats, starts: Mapping[int, int], kin
 def surviving(points: Iterable[Point]) -> list[Point]:
     """Return the points that later generations resumed from, in the order of training."""
     read = list(points)
-    starts = {point.generation: point.step for point in sorted(read, key=_place) if point.kind == "start"}
+    in_order = sorted(read, key=lambda point: (point.generation, point.step))
+    starts = {point.generation: point.step for point in in_order if point.kind == "start"}
     numbers = ([getattr(point, name) for point in read] for name in ("generation", "step"))
     generations, steps = (np.array(column, np.int64) for column in numbers)
     kinds = np.array([_KIND_NUMBERS[point.kind] for point in read])
     return [read[place] for place in survivors(generations, steps, starts, kinds)]
-
-
-def _place(point: Point) -> tuple[int, int]:
-    return point.generation, point.step
 
 
 def read_points(run: Run) -> list[Point]:
@@ -237,10 +234,11 @@ class RecentPoints:
         if kind == "log" and all(map(evaluates, names)):
             kind = "logged evaluation"
         lines = self._lines.setdefault(kind, [])
-        insort(lines, ((line.generation, _first_step(line)), line, source), key=itemgetter(0))
+        first = line.step if isinstance(line, Point) else float(np.frombuffer(line.numbers[:8].ljust(8), "<f8")[0])
+        insort(lines, ((line.generation, first), line, source), key=itemgetter(0))
         if kind != "start":  # every start may void points that come later
             limit = _RECENT_EVALUATIONS if kind in ("valid", "test") else RECENT_STEPS
-            while sum(_rows_of(later) for _, later, _ in lines[1:]) >= limit:
+            while sum(1 if isinstance(later, Point) else later.rows for _, later, _ in lines[1:]) >= limit:
                 del lines[0]
         self._points = None
 
@@ -265,14 +263,6 @@ class RecentPoints:
         """The steps of the newest generation, which tell speed and time left; none until it has made some."""
         newest = max((point.generation for point in self.points), default=0)
         return [point for point in self.steps if point.generation == newest]
-
-
-def _first_step(line: PointBlock | Point) -> float:
-    return line.step if isinstance(line, Point) else float(np.frombuffer(line.numbers[:8].ljust(8), "<f8")[0])
-
-
-def _rows_of(line: PointBlock | Point) -> int:
-    return 1 if isinstance(line, Point) else line.rows
 
 
 class LossCurve:

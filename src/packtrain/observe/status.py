@@ -243,12 +243,26 @@ def status_of(
     scores = scores_of(points, result)
     measure = measure_of(job, points=points)
     unit = job.train.batch.unit if job.recipe else "steps" if steps else ""
+    step = steps[-1].step if steps else result.step if result else 0
+    if job.program is not None and result is None and not steps:  # it does not log its steps: count its commits
+        step = last_step(run)
+    if result is not None:
+        seconds = result.seconds
+    elif job.program is not None:  # also of a run that was interrupted: what its machines said last
+        seconds = max((lease.used_seconds for lease in leases), default=0.0)
+    else:
+        seconds = steps[-1].values["elapsed_seconds"] if steps else 0.0
+    if job.program is not None:
+        description = job.program.in_words[:_MAX_TEXT]
+    else:
+        held_out = f", {job.data.share} held out to validate" if job.data.held_out else ""
+        description = f"{job.recipe} {job.model.size}, {job.train.duration}, {job.train.batch} per batch{held_out}"
     return Status(
         run=run.name,
         state=state,
         reason=result.reason[:_MAX_TEXT] if result else "",
-        description=_description(job),
-        step=_step(run, steps, result),
+        description=description,
+        step=step,
         goal=goal_step(job, steps[-1] if steps else None),
         loss=sum(losses) / len(losses) if losses else None,  # one of them may be infinite
         loss_steps=len(losses),
@@ -256,7 +270,7 @@ def status_of(
         measure=measure.name,
         lower=measure.lower,
         unit=unit,
-        seconds=_seconds(job, steps, result, leases),
+        seconds=seconds,
         score=score_of(scores, measure),
         test=scores.get(f"test.{measure.name}"),
         scores={name: score.value for name, score in scores.items()},
@@ -267,25 +281,3 @@ def status_of(
         progress=1.0 if state == "finished" else progress(job, recent),
         seconds_left=seconds_to_goal(job, recent) if state == "running" else None,
     )
-
-
-def _description(job: Job) -> str:
-    if job.program is not None:
-        return job.program.in_words[:_MAX_TEXT]
-    held_out = f", {job.data.share} held out to validate" if job.data.held_out else ""
-    return f"{job.recipe} {job.model.size}, {job.train.duration}, {job.train.batch} per batch{held_out}"
-
-
-def _step(run: Run, steps: Sequence[Point], result: Result | None) -> int:
-    """Return the last step; of a program that does not log its steps, the number of its commits."""
-    if run.job.program is not None and result is None and not steps:
-        return last_step(run)
-    return steps[-1].step if steps else result.step if result else 0
-
-
-def _seconds(job: Job, steps: Sequence[Point], result: Result | None, leases: Sequence[Lease]) -> float:
-    if result is not None:
-        return result.seconds
-    if job.program is not None:  # also of a run that was interrupted: what its machines said last
-        return max((lease.used_seconds for lease in leases), default=0.0)
-    return steps[-1].values["elapsed_seconds"] if steps else 0.0

@@ -199,26 +199,23 @@ def forecast(evidence: Evidence) -> Finding | None:
         return unknown(key, "run", question, "nothing that was predicted has been measured yet")
     worst = max(rows, key=lambda row: abs(row.off))
     wrong = [row for row in rows if not row.is_right]
-    if not wrong:
-        rough = " rough" if any(row.within == _ROUGHLY for row in rows) else ""
-        answer, verdict = f"Yes: everything within {abs(worst.off):.0%} of the{rough} plan.", "good"
-    else:
+    rough = " rough" if any(row.within == _ROUGHLY for row in rows) else ""
+    answer = f"Yes: everything within {abs(worst.off):.0%} of the{rough} plan."
+    if wrong:
         worst = max(wrong, key=lambda row: abs(row.off))
         answer = (
             f"Not quite: {worst.what} was planned as {worst.expected_text} and was {worst.seen_text}"
             f" ({worst.off:+.0%}); {len(rows) - len(wrong)} of {len(rows)} predictions were within tolerance."
         )
-        verdict = "note"
     table = Rows(
         ("", "expected", "seen", "off"),
         tuple((row.what, row.expected_text, row.seen_text, f"{row.off:+.0%}") for row in rows),
     )
-    source = f"Predicted from {evidence.forecast.source}, with {evidence.forecast.limit} as the limit of a step."
-    facts = [source]
+    facts = [f"Predicted from {evidence.forecast.source}, with {evidence.forecast.limit} as the limit of a step."]
     if why := _other_length(evidence):
         facts.append(f"{why}, so total time and cost cannot be compared.")
     return Finding(
-        key, "run", question, answer, "good" if verdict == "good" else "note", tuple(facts), (table,),
+        key, "run", question, answer, "note" if wrong else "good", tuple(facts), (table,),
         {f"{row.what} off": row.off for row in rows},
     )  # fmt: skip
 

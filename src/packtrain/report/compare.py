@@ -16,7 +16,6 @@ from typing import Any, Literal
 import yaml
 
 from packtrain.job import Job
-from packtrain.job.job import DataSettings
 from packtrain.observe.columns import thinned
 from packtrain.observe.goodput import Goodput
 from packtrain.observe.history import surviving
@@ -270,17 +269,13 @@ def flat_fields(job: Job) -> dict[str, str]:
         if isinstance(value, dict) and value:
             for key, below in value.items():
                 add(f"{name}.{key}" if name else key, below)
+        elif isinstance(value, (dict, list)):
+            flat[name] = str(yaml.safe_dump(value, default_flow_style=True, sort_keys=False, width=10_000)).strip()
         elif value is not None:
-            flat[name] = _written(value)
+            flat[name] = str(value).lower() if isinstance(value, bool) else str(value)
 
     add("", job.model_dump(mode="json"))
     return flat
-
-
-def _written(value: Any) -> str:
-    if isinstance(value, (dict, list)):
-        return str(yaml.safe_dump(value, default_flow_style=True, sort_keys=False, width=10_000)).strip()
-    return {True: "true", False: "false"}.get(value, str(value)) if isinstance(value, bool) else str(value)
 
 
 def differing_fields(runs: Sequence[ComparedRun]) -> tuple[FieldDifference, ...]:
@@ -363,22 +358,19 @@ def speed_up(base: ComparedRun, peer: ComparedRun) -> SpeedUp:
         error=peer_times.error * scale,
     )
     factor = base_times.seconds / peer_times.seconds
-    terms = tuple(
-        _term(span, base_times, peer_times) for span in STEP_SPANS if base_times.spans[span] or peer_times.spans[span]
-    )
+    terms = []
+    for span in STEP_SPANS:
+        first, second = base_times.spans[span], peer_times.spans[span]
+        remaining = peer_times.seconds - second
+        without = (base_times.seconds - first) / remaining if remaining > 0 else None
+        if first or second:
+            terms.append(SpeedTerm(span, LABELS[span], first, second, first - second, without))
     plus_minus = factor * math.hypot(base_times.error / base_times.seconds, peer_times.error / peer_times.seconds)
     speed = SpeedUp(
-        base.letter, peer.letter, factor, plus_minus, ideal, base_times.seconds, peer_times.seconds, terms, ()
+        base.letter, peer.letter, factor, plus_minus, ideal, base_times.seconds, peer_times.seconds, tuple(terms), ()
     )  # fmt: skip
     per = "per step" if same else f"per {base_times.units:,.0f} {base.unit} (the batch of {base.letter})"
     return replace(speed, sentences=tuple(_explained(speed, per, base, peer)))
-
-
-def _term(span: str, base_times: StepTimes, peer_times: StepTimes) -> SpeedTerm:
-    remaining = peer_times.seconds - peer_times.spans[span]
-    without = (base_times.seconds - base_times.spans[span]) / remaining if remaining > 0 else None
-    first, second = base_times.spans[span], peer_times.spans[span]
-    return SpeedTerm(span, LABELS[span], first, second, first - second, without)
 
 
 def _explained(speed: SpeedUp, per: str, base: ComparedRun, peer: ComparedRun) -> Iterable[str]:
@@ -400,8 +392,10 @@ def _explained(speed: SpeedUp, per: str, base: ComparedRun, peer: ComparedRun) -
 def _largest(speed: SpeedUp) -> Iterable[str]:
     """Name the term that makes most of the difference, unless all of them changed alike."""
     total = speed.base_seconds - speed.other_seconds
+    step_factor = speed.other_seconds / speed.base_seconds
     large = [term for term in speed.terms if term.base >= _LARGE * speed.base_seconds]
-    if speed.ideal == 1 and len(large) > 1 and all(_is_alike(term, speed) for term in large):
+    is_alike = all(abs(term.other / term.base / step_factor - 1) <= _ALIKE for term in large)
+    if speed.ideal == 1 and len(large) > 1 and is_alike:
         yield (
             f"Every part of a step is about as much {'faster' if total > 0 else 'slower'}: it is the machines"
             " (other ones, or busy with something else), or the size of the model."
@@ -414,12 +408,6 @@ def _largest(speed: SpeedUp) -> Iterable[str]:
         f"{show_step(abs(term.saved))} of the {show_step(abs(total))} {verb} is {term.label}"
         f" ({show_step(term.base)} -> {show_step(term.other)}){remainder}."
     )
-
-
-def _is_alike(term: SpeedTerm, speed: SpeedUp) -> bool:
-    """True if a term changed by about the same factor as the whole step."""
-    step_factor = speed.other_seconds / speed.base_seconds
-    return abs(term.other / term.base / step_factor - 1) <= _ALIKE
 
 
 def _scaling(speed: SpeedUp, factor: float, base: ComparedRun, peer: ComparedRun) -> Iterable[str]:
@@ -513,18 +501,17 @@ def score_gaps(base: ComparedRun, peer: ComparedRun, seeds: Mapping[str, Spread]
     shared = [name for name in base.scores if name in peer.scores]
     shared.sort(key=lambda name: not name.startswith("test."))
     paired = tests.get((base.letter, peer.letter), {})
-    return tuple(_gap(name, base, peer, seeds.get(name), paired.get(name)) for name in shared)
-
-
-def _gap(name: str, base: ComparedRun, peer: ComparedRun, seeds: Spread | None, paired: PairedTest | None) -> ScoreGap:
-    measure = name.partition(".")[2] or name
-    first, second = base.scores[name], peer.scores[name]
-    noise, verdict, decided = _judged(base, peer, name, seeds, paired)
-    is_lower = measure in base.lower or (base.job.recipe is None and measure.endswith("loss"))
-    other_leads = (second > first) != is_lower
-    better = "" if first == second or verdict != "beyond noise" else peer.letter if other_leads else base.letter
-    samples = base.counts.get(name), peer.counts.get(name)
-    return ScoreGap(base.letter, peer.letter, name, first, second, noise, verdict, better, decided, samples)
+    gaps = []
+    for name in shared:
+        measure = name.partition(".")[2] or name
+        first, second = base.scores[name], peer.scores[name]
+        noise, verdict, decided = _judged(base, peer, name, seeds.get(name), paired.get(name))
+        is_lower = measure in base.lower or (base.job.recipe is None and measure.endswith("loss"))
+        other_leads = (second > first) != is_lower
+        better = "" if first == second or verdict != "beyond noise" else peer.letter if other_leads else base.letter
+        samples = base.counts.get(name), peer.counts.get(name)
+        gaps.append(ScoreGap(base.letter, peer.letter, name, first, second, noise, verdict, better, decided, samples))
+    return tuple(gaps)
 
 
 def _judged(
@@ -611,19 +598,18 @@ def _unlike(base: ComparedRun, peer: ComparedRun, split: str, measure: str) -> s
         return "the runs have different recipes"
     if base.job.recipe is None:
         return None
-    data = (base.job.data, peer.job.data)
-    if getattr(data[0], split, ()) != getattr(data[1], split, ()) or (split == "valid" and _is_held_apart(*data)):
+    data, peer_data = base.job.data, peer.job.data
+    differs = getattr(data, split, ()) != getattr(peer_data, split, ())
+    if split == "valid" and (data.held_out is not None or peer_data.held_out is not None):
+        # Held out of the training data, which must be the same then.
+        paths = [[source.paths for source in settings.train] for settings in (data, peer_data)]
+        differs = differs or data.held_out != peer_data.held_out or paths[0] != paths[1]
+    if differs:
         return f"the {split} data differs"
     words = [(job.data.vocabulary, job.data.joint, job.data.train) for job in (base.job, peer.job)]
     if measure in _PER_TOKEN and base.unit == "tokens" and words[0] != words[1] and base.pack != peer.pack:
         return "per token, and the vocabularies differ"
     return None
-
-
-def _is_held_apart(base: DataSettings, peer: DataSettings) -> bool:
-    """True if the validation data is held out of the training data, and not in the same way."""
-    held = base.held_out is not None or peer.held_out is not None
-    return held and (base.held_out != peer.held_out or [s.paths for s in base.train] != [s.paths for s in peer.train])
 
 
 def time_to_score(runs: Sequence[ComparedRun]) -> TimeToScore | None:

@@ -127,13 +127,19 @@ def _speed_lines(speed: SpeedUp, width: int) -> list[str]:
     lines = [line for sentence in speed.sentences for line in _wrapped(sentence, "  ", width)]
     if speed.factor is None:
         return lines
-    rows = [
-        [term.label, show_step(term.base), show_step(term.other), _signed(term.saved), _without(term.without)]
-        for term in speed.terms
-    ]
-    saved = speed.base_seconds - speed.other_seconds
-    rows.append(["a step", show_step(speed.base_seconds), show_step(speed.other_seconds), _signed(saved), ""])
-    return [*lines, *(f"  {line}" for line in _table(["", speed.base, speed.other, "saved", "all else"], rows))]
+    table = _table(["", speed.base, speed.other, "saved", "all else"], _speed_rows(speed))
+    return [*lines, *(f"  {line}" for line in table)]
+
+
+def _speed_rows(speed: SpeedUp) -> list[list[str]]:
+    """Return the terms of a step as rows; the last one is the whole step."""
+
+    def row(label: str, base: float, peer: float, without: float | None) -> list[str]:
+        saved = show_step(base - peer) if base >= peer else f"-{show_step(peer - base)}"
+        return [label, show_step(base), show_step(peer), saved, "" if without is None else f"{without:.2f} x"]
+
+    rows = [row(term.label, term.base, term.other, term.without) for term in speed.terms]
+    return [*rows, row("a step", speed.base_seconds, speed.other_seconds, None)]
 
 
 def gap_words(gap: ScoreGap) -> str:
@@ -191,14 +197,6 @@ def _wrapped(text: str, indent: str, width: int) -> list[str]:
     )
 
 
-def _signed(seconds: float) -> str:
-    return show_step(seconds) if seconds >= 0 else f"-{show_step(-seconds)}"
-
-
-def _without(factor: float | None) -> str:
-    return "" if factor is None else f"{factor:.2f} x"
-
-
 def _speed(run: ComparedRun) -> str:
     speed = units_per_second(run)
     return "" if speed is None else f"{show_speed(speed)} {run.unit}/s"
@@ -213,14 +211,37 @@ def compare_page(comparison: RunComparison) -> str:
         if len(comparison.runs) < 4
         else f"{len(comparison.runs)} runs"
     )
+    run_rows = [
+        [
+            _named(comparison, run.letter), escape(run.name), escape(run.state), f"{run.step:,}",
+            show_seconds(run.seconds), str(run.machines), str(run.workers), escape(_speed(run)),
+            "" if run.score is None else escape(f"{run.score.title} {run.score.text}"),
+        ]
+        for run in comparison.runs
+    ]  # fmt: skip
+    field_rows = [
+        [f"<code>{escape(row.field)}</code>", *(f"<code>{escape(value)}</code>" for value in row.values)]
+        for row in comparison.fields
+    ]
+    fields = "<h2>Jobs</h2><p>The jobs are the same.</p>"
+    if field_rows:
+        table = html_table(["field", *(run.letter for run in comparison.runs)], field_rows)
+        fields = f"<h2>What differs in the jobs</h2>{table}"
+    spans = [span for span in LABELS if any(run.goodput.parts.get(span) for run in comparison.runs)]
+    time_rows = [
+        [escape(LABELS[span]), *(show_seconds(run.goodput.parts.get(span, 0.0)) for run in comparison.runs)]
+        for span in spans
+    ]
+    time_rows.append(["<b>all</b>", *(show_seconds(run.goodput.seconds) for run in comparison.runs)])
+    times = html_table(["", *(run.letter for run in comparison.runs)], time_rows)
     sections = [
         f"<h1>{escape(title)}</h1>",
-        _runs_section(comparison),
+        html_table(["", "run", "state", "step", "time", "machines", "workers", "speed", "score"], run_rows),
         _scores_section(comparison),
         "".join(_speed_section(comparison, speed) for speed in comparison.speeds),
-        _fields_section(comparison),
+        fields,
         _curves_section(comparison),
-        _time_section(comparison),
+        f"<h2>Time of the whole run</h2>{times}" if spans else "",
     ]
     return page(title, "".join(sections), STYLE)
 
@@ -228,18 +249,6 @@ def compare_page(comparison: RunComparison) -> str:
 def _named(comparison: RunComparison, letter: str) -> str:
     place = next(place for place, run in enumerate(comparison.runs) if run.letter == letter)
     return f'<b class="s{place}">{escape(letter)}</b>'
-
-
-def _runs_section(comparison: RunComparison) -> str:
-    rows = [
-        [
-            _named(comparison, compared.letter), escape(compared.name), escape(compared.state), f"{compared.step:,}",
-            show_seconds(compared.seconds), str(compared.machines), str(compared.workers), escape(_speed(compared)),
-            "" if compared.score is None else escape(f"{compared.score.title} {compared.score.text}"),
-        ]
-        for compared in comparison.runs
-    ]  # fmt: skip
-    return html_table(["", "run", "state", "step", "time", "machines", "workers", "speed", "score"], rows)
 
 
 def _scores_section(comparison: RunComparison) -> str:
@@ -284,24 +293,9 @@ def _speed_section(comparison: RunComparison, speed: SpeedUp) -> str:
         f'<span class="key s{number}"><span class="label">{escape(term.label)}</span></span>'
         for number, term in enumerate(speed.terms)
     )
-    rows = [
-        [escape(term.label), show_step(term.base), show_step(term.other), _signed(term.saved), _without(term.without)]
-        for term in speed.terms
-    ]
-    saved = _signed(speed.base_seconds - speed.other_seconds)
-    rows.append(["<b>a step</b>", show_step(speed.base_seconds), show_step(speed.other_seconds), saved, ""])
+    rows = [[escape(label), *cells] for label, *cells in _speed_rows(speed)]
+    rows[-1][0] = f"<b>{rows[-1][0]}</b>"
     return f"{head}{text}{bars}<p>{keys}</p>{html_table(['', speed.base, speed.other, 'saved', 'all else'], rows)}"
-
-
-def _fields_section(comparison: RunComparison) -> str:
-    if not comparison.fields:
-        return "<h2>Jobs</h2><p>The jobs are the same.</p>"
-    heads = ["field", *(run.letter for run in comparison.runs)]
-    rows = [
-        [f"<code>{escape(row.field)}</code>", *(f"<code>{escape(value)}</code>" for value in row.values)]
-        for row in comparison.fields
-    ]
-    return f"<h2>What differs in the jobs</h2>{html_table(heads, rows)}"
 
 
 def _curves_section(comparison: RunComparison) -> str:
@@ -317,15 +311,3 @@ def _curves_section(comparison: RunComparison) -> str:
         for curve in comparison.curves
     )
     return f'<h2>Curves</h2><div class="charts">{charts}</div>' if charts else ""
-
-
-def _time_section(comparison: RunComparison) -> str:
-    spans = [span for span in LABELS if any(run.goodput.parts.get(span) for run in comparison.runs)]
-    if not spans:
-        return ""
-    rows = [
-        [escape(LABELS[span]), *(show_seconds(run.goodput.parts.get(span, 0.0)) for run in comparison.runs)]
-        for span in spans
-    ]
-    rows.append(["<b>all</b>", *(show_seconds(run.goodput.seconds) for run in comparison.runs)])
-    return f"<h2>Time of the whole run</h2>{html_table(['', *(run.letter for run in comparison.runs)], rows)}"

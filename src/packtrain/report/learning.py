@@ -80,14 +80,19 @@ def trained(evidence: Evidence) -> Finding | None:
         return unknown(key, "model", question, why, _training_loss_alone(evidence))
     answer, verdict = _how_trained(evidence, judged)
     counts = [point.counts[judged[0].name] for point in evidence.evaluations if judged[0].name in point.counts]
-    evidence_texts = (
+    evidence_texts: tuple[str, ...] = (
         *(f"{course.text[0].upper()}{course.text[1:]}." for course in judged),
         f"Decided by a straight line over the logarithm of the step through the last {judged[0].line.count}"
         " evaluations, with its 95 % interval. What twice the steps bring is at best what the last doubling brought,"
         " and less if gains shrink as they did.",
         *(f"Each evaluation of {judged[0].name} is of the same {counted(count, 'sample')}." for count in counts[:1]),
-        *_rate_left(evidence),
     )
+    rates = [value for _, value in values_of(evidence.steps, "rate")]
+    if rates and max(rates) > 0 and evidence.job.train.schedule.ends_with_run:
+        evidence_texts += (
+            f"The schedule ends with the run: the rate was at {rates[-1] / max(rates):.2%} of its peak, which flattens"
+            " every curve. More steps need a longer train.duration from the start.",
+        )
     numbers = {f"{course.name}_per_doubling": course.line.slope for course in judged}
     numbers |= {f"{course.name}_per_doubling_error": course.line.error for course in judged}
     charts = tuple(_score_charts(evidence, judged))
@@ -162,18 +167,6 @@ def _twice(evidence: Evidence, score: Progression) -> str:
     return (
         f"The last doubling brought it from {doubling.start:.3g} to {doubling.end:.3g}; the next ({2 * step:,.0f} steps"
         f"{time}) would bring it to {'' if about == best else f'about {about}, and '}{best} at best."
-    )
-
-
-def _rate_left(evidence: Evidence) -> tuple[str, ...]:
-    """Say if the schedule ends with the run: more steps then need another schedule, not only more time."""
-    rates = [value for _, value in values_of(evidence.steps, "rate")]
-    if not rates or max(rates) <= 0 or not evidence.job.train.schedule.ends_with_run:
-        return ()
-    share = rates[-1] / max(rates)
-    return (
-        f"The schedule ends with the run: the rate was at {share:.2%} of its peak, which flattens every curve. More"
-        " steps need a longer train.duration from the start.",
     )
 
 
@@ -270,7 +263,12 @@ def _how_fitted(evidence: Evidence, turn: Turn) -> tuple[str, Verdict]:
             " improves: the model grows too sure of itself, not worse.",
             "note",
         )
-    advice = _best_kept(evidence, turn.step)
+    advice, steps = "", [checkpoint.step for checkpoint in evidence.checkpoints]
+    if turn.step in steps:
+        advice = f" Its checkpoint is kept: --checkpoint {turn.step:.0f}."
+    elif steps:
+        nearest = min(steps, key=lambda step: abs(step - turn.step))
+        advice = f" No checkpoint of that step is kept (the nearest is {nearest:,}); set checkpoint.best_by to loss."
     return f"Yes, from about step {turn.step:,.0f}: {rose} while training loss fell to {turn.after:.3g}.{advice}", "bad"
 
 
@@ -289,16 +287,6 @@ def _training_loss(evidence: Evidence, losses: Sequence[tuple[float, float]], at
     start, end = losses[at - 1][0] if at else 0.0, losses[at][0]
     values = [value for step, value in values_of(evidence.steps, "loss") if start < step <= end]
     return fmean(values) if values else None
-
-
-def _best_kept(evidence: Evidence, best_step: float) -> str:
-    steps = [checkpoint.step for checkpoint in evidence.checkpoints]
-    if any(step == best_step for step in steps):
-        return f" Its checkpoint is kept: --checkpoint {best_step:.0f}."
-    if not steps:
-        return ""
-    nearest = min(steps, key=lambda step: abs(step - best_step))
-    return f" No checkpoint of that step is kept (the nearest is {nearest:,}); set checkpoint.best_by to loss."
 
 
 def stability(evidence: Evidence) -> Finding | None:

@@ -43,7 +43,16 @@ def _lines(evidence: Evidence, findings: Sequence[Finding]) -> Iterator[str]:
                 "",
                 plain(finding.answer),
             )
-            yield from _evidence(finding)
+            if finding.evidence:
+                yield from ("", *(f"- {plain(fact)}" for fact in finding.evidence))
+            for figure in finding.figures:
+                if isinstance(figure, Rows):
+                    yield from ("", *table_lines(figure))
+                elif isinstance(figure, Text):
+                    # Longer than any fence in the text, which could otherwise end it.
+                    fence = "`" * max(3, 1 + max(map(len, re.findall("`+", figure.text)), default=0))
+                    text = harmless(figure.text.rstrip("\n"), keep="\n")
+                    yield from ("", f"{plain(figure.title)}:", "", fence, text, fence)
     samples = newest_samples(evidence)
     if samples:
         rows = tuple((_cut(sample.input), _cut(sample.prediction), _cut(sample.reference)) for sample in samples)
@@ -51,17 +60,6 @@ def _lines(evidence: Evidence, findings: Sequence[Finding]) -> Iterator[str]:
         confused = confusions(samples)
         if confused is not None:
             yield from ("", "Most often confused, among these samples:", "", *table_lines(confused))
-
-
-def _evidence(finding: Finding) -> Iterator[str]:
-    if finding.evidence:
-        yield ""
-        yield from (f"- {plain(fact)}" for fact in finding.evidence)
-    for figure in finding.figures:
-        if isinstance(figure, Rows):
-            yield from ("", *table_lines(figure))
-        elif isinstance(figure, Text):
-            yield from ("", f"{plain(figure.title)}:", "", *_fenced(figure.text))
 
 
 def plain(text: str) -> str:
@@ -74,12 +72,6 @@ def table_lines(rows: Rows) -> Iterator[str]:
     yield f"| {' | '.join(map(plain, rows.heads))} |"
     yield f"|{' --- |' * len(rows.heads)}"
     yield from (f"| {' | '.join(map(plain, row))} |" for row in rows.rows)
-
-
-def _fenced(text: str) -> Iterator[str]:
-    # Longer than any fence in the text, which could otherwise end it.
-    fence = "`" * max(3, 1 + max((len(run) for run in re.findall("`+", text)), default=0))
-    yield from (fence, harmless(text.rstrip("\n"), keep="\n"), fence)
 
 
 def _cut(text: str) -> str:

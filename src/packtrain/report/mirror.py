@@ -22,6 +22,7 @@ import socket
 import tempfile
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
@@ -136,14 +137,12 @@ class Mirror:
         entry = self._run.store.entry(self._run.key("job.json"))
         created = int(1000 * (time.time() if entry is None else entry.modified.timestamp()))
         tags = {_RUN_TAG: self._run.name, "packtrain.store": self._run.store.url}
-        run = self._client.create_run(self._experiment(), created, tags, self._run.name)
-        self._run.put_mirrored(MirroredRun(server, run.info.run_id))
-        return str(run.info.run_id)
-
-    def _experiment(self) -> str:
         name = os.environ.get("MLFLOW_EXPERIMENT_NAME") or self._job.name
         experiment = self._client.get_experiment_by_name(name)
-        return str(self._client.create_experiment(name) if experiment is None else experiment.experiment_id)
+        place = str(self._client.create_experiment(name) if experiment is None else experiment.experiment_id)
+        run = self._client.create_run(place, created, tags, self._run.name)
+        self._run.put_mirrored(MirroredRun(server, run.info.run_id))
+        return str(run.info.run_id)
 
     def _log_parameters(self, logged: Mapping[str, str]) -> None:
         """Log the job. MLflow keeps the first value of a parameter: what `resume --set` changed becomes a tag."""
@@ -242,19 +241,13 @@ def follow(run: Run, uri: str, tell: Tell, is_wanted: Callable[[], bool] = lambd
             if (kind := type(error).__name__) != failure:
                 tell(f"cannot mirror to MLflow: {_in_one_line(error)}; trying again")
                 failure = kind
-            if _is_over(run):
-                ended, pause = min(ended, time.monotonic()), min(pause, _SECONDS)
+            with suppress(PacktrainError):  # the store is away, or its record is damaged
+                if run.result() is not None:
+                    ended, pause = min(ended, time.monotonic()), min(pause, _SECONDS)
             if time.monotonic() - ended > _LAST_SECONDS:
                 tell(f"gave up on mirroring to MLflow; `packtrain mirror {run.name}` mirrors the rest")
                 return False
         time.sleep(pause)
-
-
-def _is_over(run: Run) -> bool:
-    try:
-        return run.result() is not None
-    except PacktrainError:  # the store is away, or its record is damaged
-        return False
 
 
 def follow_as_node(run: Run, uri: str, node: str) -> None:

@@ -137,7 +137,9 @@ class LivePanel:
         self.has_ended = self._follower.complete and status.state in ("finished", "failed", "stopped")
         alive = sum(not lease.left and self._watch.is_alive(lease.node) for lease in leases)
         working = alive if status.state == "running" else 0
-        return Shown(panel(status, history, self._follower.events, working), _text(status))
+        loss = "" if status.loss is None else f"loss {status.loss:.3f}"
+        texts = (status.run, status.outcome, f"step {status.step:,}", loss, status.headline)
+        return Shown(panel(status, history, self._follower.events, working), "  ".join(filter(None, texts)))
 
 
 def panel(status: Status, history: History, events: Sequence[Event], working: int) -> str:
@@ -149,13 +151,24 @@ def panel(status: Status, history: History, events: Sequence[Event], working: in
         f'width:{100 * (status.progress or 0.0):.1f}%"></div></div>'
     )
     reason = f": {_plain(status.reason)}" if status.reason else ""
+    pictures = ""
+    for title, series in _charts(status, history)[:_CHARTS]:
+        data = base64.b64encode(Plot(title, tuple(series)).svg().encode()).decode()
+        style = "width:49%;margin:.5em .5% 0 0"
+        pictures += f'<img alt="{_plain(title)}" style="{style}" src="data:image/svg+xml;base64,{data}">'
+    lines = "".join(
+        f'<div><span style="{_DIM}">{time.strftime("%H:%M:%S", time.gmtime(event.time))} UTC</span> '
+        f'<span style="color:{"#c9a227" if event.display == "warning" else "inherit"}">'
+        f"{escape(event.kind)}: {_plain(event.text)}</span></div>"
+        for event in [event for event in events if event.display != "report"][-_EVENTS:]
+    )
     return (
         f'<div style="{_FONT};max-width:1160px">'
         f'<div><b style="font-size:16px">{escape(status.run)}</b>'
         f' <span style="color:{color}">● {status.state}{reason}</span>'
         f' <span style="{_DIM}">{_plain(status.description)}</span></div>'
-        f"{bar if status.progress is not None else ''}{_facts(status, history, working)}{_pictures(status, history)}"
-        f"{_events(events)}</div>"
+        f"{bar if status.progress is not None else ''}{_facts(status, history, working)}"
+        f"{f'<div>{pictures}</div>' if pictures else ''}{lines}</div>"
     )
 
 
@@ -187,17 +200,6 @@ def _facts(status: Status, history: History, working: int) -> str:
     ) + "</div>"  # fmt: skip
 
 
-def _pictures(status: Status, history: History) -> str:
-    pictures = []
-    for title, series in _charts(status, history)[:_CHARTS]:
-        svg = Plot(title, tuple(series)).svg()
-        data = base64.b64encode(svg.encode()).decode()
-        pictures.append(
-            f'<img alt="{_plain(title)}" style="width:49%;margin:.5em .5% 0 0" src="data:image/svg+xml;base64,{data}">'
-        )
-    return f"<div>{''.join(pictures)}</div>" if pictures else ""
-
-
 def _charts(status: Status, history: History) -> list[tuple[str, list[Series]]]:
     """Return titles and lines, the most important first: loss, the score that counts, others, speed, a program's."""
     names = history.names()
@@ -221,26 +223,9 @@ def _charts(status: Status, history: History) -> list[tuple[str, list[Series]]]:
     return [(title, series) for title, series in drawn if series]
 
 
-def _events(events: Sequence[Event]) -> str:
-    shown = [event for event in events if event.display != "report"][-_EVENTS:]
-    return "".join(
-        f'<div><span style="{_DIM}">{time.strftime("%H:%M:%S", time.gmtime(event.time))} UTC</span> '
-        f'<span style="color:{"#c9a227" if event.display == "warning" else "inherit"}">'
-        f"{escape(event.kind)}: {_plain(event.text)}</span></div>"
-        for event in shown
-    )
-
-
 def panel_of(run: Run) -> Shown:
     """Return the panel of a run as it is now."""
     return LivePanel(run, math.inf).look()
-
-
-def _text(status: Status) -> str:
-    texts = [status.run, status.outcome, f"step {status.step:,}"]
-    if status.loss is not None:
-        texts.append(f"loss {status.loss:.3f}")
-    return "  ".join([*texts, *([status.headline] if status.headline else [])])
 
 
 class Display(Protocol):

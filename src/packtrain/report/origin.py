@@ -40,16 +40,20 @@ def machines(evidence: Evidence) -> Finding:
     hardware, programs = _kinds(described, _hardware), _kinds(described, lambda facts: _versions(facts.versions))
     count, answer = evidence.machines_of(lease.node for lease in described)
     if len(hardware) == 1:
-        answer += f"{', each' if count > 1 else ''} with {_in_words(described[0].facts)}"
+        facts = described[0].facts
+        words = f"{counted(facts.cores, 'core')} ({facts.processor or 'unknown'}), {show_bytes(facts.memory_bytes)} RAM"
+        words = f"{_gpus(facts.gpus)}, {words}" if facts.gpus else f"{words}, no GPU"
+        answer += f"{', each' if count > 1 else ''} with {words}"
     else:
         answer += f" of {len(hardware)} kinds"
     names = [name for name in _PROGRAMS if any(name in lease.facts.versions for lease in described)]
     different = [name for name in names if len({lease.facts.versions.get(name, "none") for lease in described}) > 1]
     if different:
         answer += f". They have different versions of {' and '.join(different)}, so losses may differ in a repetition."
-        versions = Rows(
-            ("machine", *names), tuple((who, *_versions_of(installed, names)) for installed, who in programs.items())
+        rows = tuple(
+            (who, *(dict(installed).get(name, "none") for name in names)) for installed, who in programs.items()
         )
+        versions = Rows(("machine", *names), rows)
     else:
         answer += f"; {_listed(described[0].facts.versions)}."
         versions = Rows(("program", "version"), next(iter(programs)))
@@ -66,12 +70,11 @@ def _kinds(leases: Sequence[Lease], kind_of: Callable[[MachineFacts], Any]) -> d
     kinds: dict[Any, dict[str, None]] = {}
     for lease in leases:
         kinds.setdefault(kind_of(lease.facts), {})[lease.hostname] = None
-    return {kind: _first_names(list(names)) for kind, names in kinds.items()}
-
-
-def _first_names(names: Sequence[str]) -> str:
-    hidden = len(names) - _MAX_NAMES
-    return ", ".join(names[:_MAX_NAMES]) + (f" and {hidden} more" if hidden > 0 else "")
+    hidden = {kind: len(names) - _MAX_NAMES for kind, names in kinds.items()}
+    return {
+        kind: ", ".join(list(names)[:_MAX_NAMES]) + (f" and {hidden[kind]} more" if hidden[kind] > 0 else "")
+        for kind, names in kinds.items()
+    }
 
 
 def _hardware(facts: MachineFacts) -> tuple[str, ...]:
@@ -85,17 +88,8 @@ def _gpus(gpus: Sequence[GpuModel]) -> str:
     return ", ".join(f"{count[name, size]} x {name} ({show_bytes(size)})" for name, size in models)
 
 
-def _in_words(facts: MachineFacts) -> str:
-    words = f"{counted(facts.cores, 'core')} ({facts.processor or 'unknown'}), {show_bytes(facts.memory_bytes)} RAM"
-    return f"{_gpus(facts.gpus)}, {words}" if facts.gpus else f"{words}, no GPU"
-
-
 def _versions(versions: Mapping[str, str]) -> tuple[tuple[str, str], ...]:
     return tuple((name, versions[name]) for name in _PROGRAMS if name in versions)
-
-
-def _versions_of(versions: Sequence[tuple[str, str]], names: Sequence[str]) -> tuple[str, ...]:
-    return tuple(dict(versions).get(name, "none") for name in names)
 
 
 def _listed(versions: Mapping[str, str]) -> str:

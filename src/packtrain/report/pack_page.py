@@ -146,7 +146,10 @@ def sample_page(stats: PackStats, columns: ColumnsOf, vocabularies: Sequence[Voc
         shown = (kind.shown(shard, row, stats.manifest.classes, vocabularies) for shard, row in chosen)
         if kind.heads:
             heads = "".join(f"<th>{_name(head)}</th>" for head in kind.heads)
-            samples = f"<table><tr>{heads}</tr>{''.join(map(_row, shown))}</table>"
+            cells = (
+                "".join(f'<td class="text" dir="auto">{_text(text)}</td>' for text in sample.texts) for sample in shown
+            )
+            samples = f"<table><tr>{heads}</tr>{''.join(f'<tr>{row}</tr>' for row in cells)}</table>"
         else:
             samples = f'<div class="sheet">{"".join(map(_picture, shown))}</div>'
         head = f"{show_count(len(chosen))} of {show_count(split.split.samples)} samples, evenly spaced"
@@ -219,11 +222,6 @@ def _chosen(split: SplitStats, columns: ColumnsOf, count: int) -> Iterator[tuple
 def evenly(total: int, count: int) -> list[int]:
     """Return at most `most` of the numbers below `total`, as far apart as possible, with both ends."""
     return sorted({round(place) for place in np.linspace(0, total - 1, min(total, count)).tolist()})
-
-
-def _row(sample: ShownSample) -> str:
-    cells = "".join(f'<td class="text" dir="auto">{_text(text)}</td>' for text in sample.texts)
-    return f"<tr>{cells}</tr>"
 
 
 def _picture(sample: ShownSample) -> str:

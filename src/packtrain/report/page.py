@@ -113,7 +113,16 @@ def line_chart(
         replace(line, points=thinned(line.points, MAX_POINTS)) for line in colored
     ]  # a page of a million steps stays small
     scale = Scale.around([point for line in lines for point in line.points])
-    elements = [*_axes(scale, x_label), *(_mark(scale, x, name) for x, name in marks if scale.left <= x <= scale.right)]
+    elements = list(_axes(scale, x_label))
+    for place, name in marks:
+        if scale.left <= place <= scale.right:
+            x = scale.across(place)
+            # Its name beside it, on the side that has room.
+            anchor, beside = ("end", x - 4) if x > WIDTH / 2 else ("start", x + 4)
+            elements += [
+                f'<line class="mark" x1="{x}" x2="{x}" y1="{_TOP}" y2="{HEIGHT - _BOTTOM}"/>',
+                f'<text class="tick" x="{beside}" y="{_TOP + 9}" text-anchor="{anchor}">{escape(name)}</text>',
+            ]
     elements += [_line(scale, line, x_label) for line in lines]
     svg = f'<svg viewBox="0 0 {WIDTH} {HEIGHT}" role="img" aria-label="{escape(title)}">{"".join(elements)}</svg>'
     legend = "".join(
@@ -156,16 +165,6 @@ def _axes(scale: Scale, x_label: str) -> Iterator[str]:
             x = scale.across(tick)
             yield f'<text class="tick" x="{x}" y="{HEIGHT - 12}" text-anchor="middle">{tick:,g}</text>'
     yield f'<text class="tick" x="2" y="{HEIGHT - 12}">{escape(x_label)}</text>'
-
-
-def _mark(scale: Scale, x_mark: float, name: str) -> str:
-    x = scale.across(x_mark)
-    # Its name beside it, on the side that has room.
-    anchor, beside = ("end", x - 4) if x > WIDTH / 2 else ("start", x + 4)
-    return (
-        f'<line class="mark" x1="{x}" x2="{x}" y1="{_TOP}" y2="{HEIGHT - _BOTTOM}"/>'
-        f'<text class="tick" x="{beside}" y="{_TOP + 9}" text-anchor="{anchor}">{escape(name)}</text>'
-    )
 
 
 def _line(scale: Scale, series: Series, x_label: str) -> str:

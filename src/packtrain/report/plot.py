@@ -47,7 +47,8 @@ class Plot:
 
     def svg(self) -> str:
         """Return the picture as a document of its own."""
-        names = [f"{harmless(line.name)} {_last(line):.4g}" for line in self.series]
+        lasts = [next((y for _, y in reversed(line.points) if math.isfinite(y)), math.nan) for line in self.series]
+        names = [f"{harmless(line.name)} {last:.4g}" for line, last in zip(self.series, lasts, strict=True)]
         key_width = 32 + _CHARACTER_WIDTH * max(map(len, names))
         across = max(1, int(WIDTH // key_width))
         top = 22 + _KEY_HEIGHT * -(-len(self.series) // across)
@@ -167,10 +168,6 @@ def _matching(name: str, measured: set[str]) -> list[str]:
         hint = nearest(name, plain | {column.partition(".")[2] for column in plain})
         raise Mistake(f"plot({name!r}): not measured; {hint}")
     return columns
-
-
-def _last(series: Series) -> float:
-    return next((y for _, y in reversed(series.points) if math.isfinite(y)), math.nan)
 
 
 def _line(points: Sequence[Point], column: str, x: Axis) -> list[tuple[float, float]]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 
 from packtrain.errors import harmless
 from packtrain.observe.evidence import Evidence, values_of
@@ -17,7 +17,7 @@ from packtrain.report.learning import training_loss
 from packtrain.report.page import POLICY, Series, escape, html_table, line_chart, page, wide
 from packtrain.report.sample_view import STYLE as SAMPLE_STYLE
 from packtrain.report.sample_view import confusions, cut, samples_html
-from packtrain.run.records import Event, Point, Sample
+from packtrain.run.records import Event, Sample
 from packtrain.units import counted, show_count, show_dollars, show_score, show_seconds, show_speed
 
 TOPICS: Mapping[Topic, str] = {"model": "The model", "speed": "Speed", "run": "The run"}
@@ -82,6 +82,16 @@ pre { overflow-x: auto; background: var(--shade); border-radius: 8px; padding: .
 def render(evidence: Evidence, findings: Sequence[Finding], pictures: Mapping[str, bytes] | None = None) -> str:
     """Return the page; `pictures` are those that its samples name, by their digests."""
     summary, parent = evidence.status, evidence.job.parent
+    counts = Counter(finding.verdict for finding in findings)
+    tally = "".join(
+        f'<span><b class="{verdict}">{words.mark} {counts[verdict]}</b> {words.meaning}</span>'
+        for verdict, words in VERDICTS.items()
+        if counts[verdict]
+    )
+    answers = {
+        title: "".join(_finding(finding) for finding in findings if finding.topic == topic)
+        for topic, title in TOPICS.items()
+    }
     sections = [
         "<header>",
         f"<h1>{escape(summary.run)}</h1>",
@@ -93,9 +103,9 @@ def render(evidence: Evidence, findings: Sequence[Finding], pictures: Mapping[st
             f'<p class="dim">{escape(name)}: <code>{escape(signature)}</code></p>'
             for name, signature in summary.signatures.items()
         ),
-        _tally(findings),
+        f'<p class="tally">{tally}</p>',
         "</header><main>",
-        *(_topic(topic, title, findings) for topic, title in TOPICS.items()),
+        *(f"<h2>{title}</h2>{details}" for title, details in answers.items() if details),
         _curves(evidence),
         _samples(newest_samples(evidence), pictures or {}),
         _events(evidence.events),
@@ -133,22 +143,7 @@ def _figures(summary: Status) -> str:
     return f'<dl class="figures">{boxes}</dl>'
 
 
-def _tally(findings: Sequence[Finding]) -> str:
-    counts = Counter(finding.verdict for finding in findings)
-    tally = "".join(
-        f'<span><b class="{verdict}">{words.mark} {counts[verdict]}</b> {words.meaning}</span>'
-        for verdict, words in VERDICTS.items()
-        if counts[verdict]
-    )
-    return f'<p class="tally">{tally}</p>'
-
-
 # Answers.
-
-
-def _topic(topic: Topic, title: str, findings: Sequence[Finding]) -> str:
-    details = "".join(_finding(finding) for finding in findings if finding.topic == topic)
-    return f"<h2>{title}</h2>{details}" if details else ""
 
 
 def _finding(finding: Finding) -> str:
@@ -215,23 +210,18 @@ def _curves(evidence: Evidence) -> str:
         for point in steps
         if step_seconds(point) > 0
     ]
+    # The numbers that a program has logged, those first that it logged first.
+    names = list(dict.fromkeys(name for point in evidence.logged for name in point.values))
+    logged = [(name, values_of(evidence.logged, name)) for name in names[:_MAX_CURVES]]
     charts = [
         line_chart("loss", losses, marks=restarts),
         *(line_chart(f"validation {name}", [Series(name, values_of(valid, name), True)]) for name in measures),
         line_chart("learning rate", [Series("learning rate", values_of(steps, "rate"))]),
         line_chart("gradient norm", [Series("norm", values_of(steps, "gradient_norm"))]),
         line_chart(f"{unit}/s", [Series(unit, speeds)], marks=restarts) if speeds else "",
-        *_logged_charts(evidence.logged),
+        *(line_chart(harmless(name), [Series("last", line, len(line) < _FEW_POINTS)]) for name, line in logged),
     ]
     return f'<h2>Curves</h2><div class="charts">{"".join(charts)}</div>' if any(charts) else ""
-
-
-def _logged_charts(points: Sequence[Point]) -> Iterator[str]:
-    """Yield a chart of each number that a program has logged, those first that it logged first."""
-    names = list(dict.fromkeys(name for point in points for name in point.values))
-    for name in names[:_MAX_CURVES]:
-        line = values_of(points, name)
-        yield line_chart(harmless(name), [Series("last", line, len(line) < _FEW_POINTS)])
 
 
 def _samples(samples: Sequence[Sample], pictures: Mapping[str, bytes]) -> str:

@@ -59,7 +59,13 @@ def samples_html(samples: Sequence[Sample], pictures: Mapping[str, bytes]) -> st
             source = base64.b64encode(data).decode()
             styles.append(f".p{number} {{ background-image: url(data:image/jpeg;base64,{source}); {_shape(data)} }}")
     if not any(sample.picture for sample in shown):
-        return _texts(shown)
+        rows = "".join(
+            f'<tr><td class="text" dir="auto">{cut(sample.input)}</td>'
+            f'<td class="text" dir="auto">{_marked(sample.prediction, sample.reference)}</td>'
+            f'<td class="text" dir="auto">{cut(sample.reference)}</td></tr>'
+            for sample in shown
+        )
+        return wide(f"<tr><th>input</th><th>prediction</th><th>reference</th></tr>{rows}") if rows else ""
     captioned = [sample for sample in shown if sample.attention]
     shown_samples = [
         _caption(number, sample) if captioned else _classified(number, sample) for number, sample in enumerate(shown)
@@ -82,17 +88,6 @@ def _shape(jpeg: bytes) -> str:
 def cut(text: str) -> str:
     """Return a text as HTML, without the end of a long one."""
     return escape(text if len(text) <= _TEXT_LENGTH else f"{text[:_TEXT_LENGTH]} ...")
-
-
-def _texts(samples: Sequence[Sample]) -> str:
-    rows = "".join(
-        f'<tr><td class="text" dir="auto">{cut(sample.input)}</td>'
-        f'<td class="text" dir="auto">{_marked(sample.prediction, sample.reference)}</td>'
-        f'<td class="text" dir="auto">{cut(sample.reference)}</td></tr>'
-        for sample in samples
-    )
-    heads = "<tr><th>input</th><th>prediction</th><th>reference</th></tr>"
-    return wide(heads + rows) if rows else ""
 
 
 def _marked(prediction: str, reference: str) -> str:

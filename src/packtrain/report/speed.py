@@ -200,9 +200,13 @@ def _device_figures(samples: Sequence[TelemetrySample]) -> Iterable[Chart | Rows
             f"{show_bytes(fmean(sample.telemetry.sent_bytes_per_second for sample in node_samples))}/s",
         ))  # fmt: skip
     used = [
-        Series(node, [((sample.time - begin) / 60, 100 * _busy(sample)) for sample in node_samples])
+        Series(node, [
+            ((sample.time - begin) / 60,
+             100 * fmean([gpu.used_fraction for gpu in sample.telemetry.gpus] or [sample.telemetry.cpu_fraction]))
+            for sample in node_samples
+        ])
         for node, node_samples in list(nodes.items())[:4]
-    ]
+    ]  # fmt: skip
     yield Chart("% busy", tuple(used), "min")
     yield Rows(("machine", "processors", "GPUs", "memory, most", "sent"), tuple(rows))
 
@@ -227,11 +231,6 @@ def _memory_figures(evidence: Evidence) -> Iterable[Rows]:
     ]
     if rows:
         yield Rows(tuple(heads), tuple(rows))
-
-
-def _busy(sample: TelemetrySample) -> float:
-    gpus = sample.telemetry.gpus
-    return fmean(gpu.used_fraction for gpu in gpus) if gpus else sample.telemetry.cpu_fraction
 
 
 # What a step waits for.
@@ -339,7 +338,12 @@ def network(evidence: Evidence) -> Finding | None:
         if traffic.used is None:
             why = "sharded weights are gathered within forward and backward, and no link was measured"
             return unknown(key, "speed", question, why, facts)
-        answer, verdict = _answer_by_link(traffic.used), graded(1 - traffic.used, 0.8, 0.5)
+        # Weights are gathered while computing: only the load of the link is known.
+        sends = f"sending took at least {traffic.used:.0%} of the step time at the measured speed of the link"
+        answer = f"Perhaps: {sends}." if traffic.used >= 0.2 else f"Probably not: {sends}."
+        if traffic.used >= 0.5:
+            answer = f"Probably: {sends}. A larger batch or a faster network would help."
+        verdict = graded(1 - traffic.used, 0.8, 0.5)
     else:
         # On one machine there is no network to be warned of, only an exchange that may take much.
         limits = (0.95, 0.8) if evidence.machines > 1 else (0.8, 0.0)
@@ -347,14 +351,6 @@ def network(evidence: Evidence) -> Finding | None:
     line = Series("communication", _over_steps(evidence.steps, "communication"))
     chart = Chart("seconds of communication not overlapped", (line,))
     return Finding(key, "speed", question, answer, verdict, facts, (chart,), traffic.numbers)
-
-
-def _answer_by_link(used: float) -> str:
-    """Answer for weights that are gathered while computing: only the load of the link is known."""
-    sends = f"sending took at least {used:.0%} of the step time at the measured speed of the link"
-    if used >= 0.5:
-        return f"Probably: {sends}. A larger batch or a faster network would help."
-    return f"Perhaps: {sends}." if used >= 0.2 else f"Probably not: {sends}."
 
 
 def _answer_by_exposure(evidence: Evidence, traffic: Traffic) -> str:
@@ -523,7 +519,16 @@ def scaling(evidence: Evidence) -> Finding | None:
 
 def _speed_ups(evidence: Evidence) -> tuple[Rows, ...]:
     """Return a table of what was measured with different numbers of workers, if there were."""
-    measured = sorted(_by_workers(evidence).items())
+    counts = {
+        generation.number: sum(member.workers for member in generation.members) for generation in evidence.generations
+    }
+    steps: defaultdict[int, list[Point]] = defaultdict(list)
+    for point in evidence.raw:
+        if point.kind == "train" and point.generation in counts:
+            steps[counts[point.generation]].append(point)
+    groups = sorted((count, group) for count, group in steps.items() if len(group) >= _MIN_STEPS)
+    speeds = ((count, throughput(group, evidence.status.unit)) for count, group in groups)
+    measured = [(count, speed) for count, speed in speeds if speed]
     if len(measured) < 2:
         return ()
     base, base_speed = measured[0]
@@ -532,21 +537,6 @@ def _speed_ups(evidence: Evidence) -> tuple[Rows, ...]:
         for count, speed in measured
     )
     return (Rows(("workers", f"{evidence.status.unit}/s", "speed-up", "efficiency"), rows),)
-
-
-def _by_workers(evidence: Evidence) -> dict[int, float]:
-    """Return the speed that was measured with each number of workers."""
-    counts = {
-        generation.number: sum(member.workers for member in generation.members) for generation in evidence.generations
-    }
-    steps: defaultdict[int, list[Point]] = defaultdict(list)
-    for point in evidence.raw:
-        if point.kind == "train" and point.generation in counts:
-            steps[counts[point.generation]].append(point)
-    speeds = {
-        count: throughput(group, evidence.status.unit) for count, group in steps.items() if len(group) >= _MIN_STEPS
-    }
-    return {count: speed for count, speed in speeds.items() if speed}
 
 
 # Steps.

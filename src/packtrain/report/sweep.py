@@ -291,24 +291,19 @@ def parallel_coordinates(table: SweepTable) -> str:
             f"<title>{escape(row.run)}: {escape(title)}; {escape(table.measure)} {texts[row.run]}</title></polyline>"
         )
     for x, axis in zip(across, every, strict=True):
-        elements.append(_drawn_axis(x, axis))
+        anchor = "start" if x <= _LEFT else "middle"  # the name of the first one would not fit to its left
+        name = axis.name if len(axis.name) <= 2 * _MAX_TEXT else f"...{axis.name[-2 * _MAX_TEXT + 3 :]}"
+        elements += [
+            f'<line class="axis" x1="{x:.1f}" x2="{x:.1f}" y1="{_TOP}" y2="{_HEIGHT - _BOTTOM}"/>',
+            f'<text class="name" x="{x:.1f}" y="{_TOP - 16}" text-anchor="{anchor}">{escape(name)}</text>',
+        ]
+        for place, text in axis.ticks:
+            short = text if len(text) <= _MAX_TEXT else f"{text[: _MAX_TEXT - 3]}..."
+            elements.append(
+                f'<text class="tick axis-text" x="{x + 6:.1f}" y="{_down(place) + 4:.1f}">{escape(short)}</text>'
+            )
     return f'<figure class="plot"><figcaption>one line per run</figcaption>{"".join(elements)}</svg></figure>'
 
 
 def _down(place: float) -> float:
     return _HEIGHT - _BOTTOM - place * (_HEIGHT - _TOP - _BOTTOM)
-
-
-def _drawn_axis(x: float, axis: CoordinateAxis) -> str:
-    anchor = "start" if x <= _LEFT else "middle"  # the name of the first one would not fit to its left
-    name = axis.name if len(axis.name) <= 2 * _MAX_TEXT else f"...{axis.name[-2 * _MAX_TEXT + 3 :]}"
-    elements = [
-        f'<line class="axis" x1="{x:.1f}" x2="{x:.1f}" y1="{_TOP}" y2="{_HEIGHT - _BOTTOM}"/>',
-        f'<text class="name" x="{x:.1f}" y="{_TOP - 16}" text-anchor="{anchor}">{escape(name)}</text>',
-    ]
-    for place, text in axis.ticks:
-        short = text if len(text) <= _MAX_TEXT else f"{text[: _MAX_TEXT - 3]}..."
-        elements.append(
-            f'<text class="tick axis-text" x="{x + 6:.1f}" y="{_down(place) + 4:.1f}">{escape(short)}</text>'
-        )
-    return "".join(elements)
