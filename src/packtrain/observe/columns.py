@@ -146,7 +146,15 @@ class Table:
         first, last = column.places(begin, end)
         if last - first <= points:
             return column.rows_of(np.arange(first, last))
-        places = _candidates(column, first, last, points)
+        first_block, last_block = -(-first // BLOCK), last // BLOCK
+        # The lowest and highest of blocks, unless they would be fewer points than were asked for.
+        if 2 * (last_block - first_block) >= points:
+            low, high, _ = column.settled()
+            inner = np.concatenate([low[first_block:last_block], high[first_block:last_block]])
+            before, after = np.arange(first, first_block * BLOCK), np.arange(last_block * BLOCK, last)
+            places = np.unique(np.concatenate([before, inner, after, [first, last - 1]]))
+        else:
+            places = np.arange(first, last)
         rows = column.rows_of(places)
         return rows if len(rows) <= points else extremes(rows, column.values[places], begin, end, points)
 
@@ -177,17 +185,6 @@ def _equal_ranges(rows: int, limit: int) -> tuple[Rows, Rows]:
         size *= 2
     starts = np.arange(0, rows, size)
     return starts, np.diff(np.append(starts, rows))
-
-
-def _candidates(column: GrowingColumn, begin: int, end: int, points: int) -> Rows:
-    """Return places of a column between these: the lowest and highest of blocks, if there are enough of them."""
-    first, last = -(-begin // BLOCK), end // BLOCK
-    if 2 * (last - first) < points:  # the extremes of blocks would be fewer points than were asked for
-        return np.arange(begin, end)
-    low, high, _ = column.settled()
-    inner = np.concatenate([low[first:last], high[first:last]])
-    edges = np.array([begin, end - 1])
-    return np.unique(np.concatenate([np.arange(begin, first * BLOCK), inner, np.arange(last * BLOCK, end), edges]))
 
 
 class UseOverTime:

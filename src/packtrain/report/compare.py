@@ -323,16 +323,11 @@ def step_times(run: ComparedRun) -> StepTimes:
     spans = {span: fmean(max(0.0, point.values.get(f"{span}_seconds", 0.0)) for point in steps) for span in STEP_SPANS}
     totals = [sum(max(0.0, point.values.get(f"{span}_seconds", 0.0)) for span in STEP_SPANS) for point in steps]
     units = fmean(point.values.get(run.unit, 0.0) for point in steps)
-    return StepTimes(len(steps), units, spans, _error_of_mean(totals))
-
-
-def _error_of_mean(values: Sequence[float]) -> float:
-    """Return the standard error of a mean from the means of blocks: neighbors are too alike to count each."""
-    size = len(values) // _BLOCKS
-    if size < 1:
-        return stdev(values) / math.sqrt(len(values)) if len(values) > 1 else 0.0
-    means = [fmean(values[start : start + size]) for start in range(0, size * _BLOCKS, size)]
-    return stdev(means) / math.sqrt(_BLOCKS)
+    # The standard error of the mean is from the means of blocks: neighbors are too alike to count each.
+    size = len(totals) // _BLOCKS
+    means = [fmean(totals[start : start + size]) for start in range(0, size * _BLOCKS, size)] if size else totals
+    error = stdev(means) / math.sqrt(len(means)) if len(means) > 1 else 0.0
+    return StepTimes(len(steps), units, spans, error)
 
 
 def units_per_second(run: ComparedRun) -> float | None:

@@ -77,7 +77,16 @@ def trained(evidence: Evidence) -> Finding | None:
     if not judged:
         count = len(evidence.evaluations)
         why = f"{counted(count, 'evaluation')}, and a trend needs {MIN_EVALUATIONS}; see evaluate.every"
-        return unknown(key, "model", question, why, _training_loss_alone(evidence))
+        losses = values_of(evidence.steps, "loss")
+        half = bucketed(losses[len(losses) // 2 :], 20) if len(losses) >= _MIN_STEPS else []
+        line = trend([(math.log2(step), value) for step, value in half if step > 0])
+        if line is None:
+            return unknown(key, "model", question, why)
+        fact = (
+            f"Training loss changed by {line.slope:+.3g} ± {line.error:.2g} per doubling in the second half; only"
+            " validation can tell learning from memorizing."
+        )
+        return unknown(key, "model", question, why, (fact,))
     answer, verdict = _how_trained(evidence, judged)
     counts = [point.counts[judged[0].name] for point in evidence.evaluations if judged[0].name in point.counts]
     evidence_texts: tuple[str, ...] = (
@@ -167,18 +176,6 @@ def _twice(evidence: Evidence, score: Progression) -> str:
     return (
         f"The last doubling brought it from {doubling.start:.3g} to {doubling.end:.3g}; the next ({2 * step:,.0f} steps"
         f"{time}) would bring it to {'' if about == best else f'about {about}, and '}{best} at best."
-    )
-
-
-def _training_loss_alone(evidence: Evidence) -> tuple[str, ...]:
-    losses = values_of(evidence.steps, "loss")
-    half = bucketed(losses[len(losses) // 2 :], 20) if len(losses) >= _MIN_STEPS else []
-    line = trend([(math.log2(step), value) for step, value in half if step > 0])
-    if line is None:
-        return ()
-    return (
-        f"Training loss changed by {line.slope:+.3g} ± {line.error:.2g} per doubling in the second half; only"
-        " validation can tell learning from memorizing.",
     )
 
 

@@ -25,10 +25,6 @@ class Trend:
     def low(self) -> float:
         return self.slope - self.error
 
-    @property
-    def high(self) -> float:
-        return self.slope + self.error
-
     def at(self, x: float) -> float:
         return self.y_mean + self.slope * (x - self.x_mean)
 
