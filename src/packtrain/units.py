@@ -73,10 +73,6 @@ def _quantity(text: str, units: Mapping[str, object], example: str) -> tuple[flo
     return number, unit
 
 
-def _plain(number: float) -> str:
-    return str(int(number)) if number == int(number) else repr(number)
-
-
 @dataclass(frozen=True)
 class Duration:
     """A length of training: a number of steps, of epochs, or of seconds."""
@@ -96,7 +92,7 @@ class Duration:
         return cls(number, counted)
 
     def __str__(self) -> str:
-        return f"{_plain(self.value)} {self.unit}"
+        return f"{int(self.value) if self.value == int(self.value) else repr(self.value)} {self.unit}"
 
 
 _UNKNOWN_SHARE = 0.1  # of a run, for a length in another unit than the run that it was written for

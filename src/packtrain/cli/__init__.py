@@ -162,42 +162,35 @@ def options(
 ) -> None:
     """Pack your data once, train it anywhere, bring the model home."""
     if context.invoked_subcommand is None:
-        _print_first_page(context)
+        formatter = context.make_formatter()
+        formatter.write_text(app.info.help or "")
+        formatter.write_paragraph()
+        formatter.write_usage("packtrain", "COMMAND [ARGS]...")
+        cast("Commands", context.command).write_panel(formatter, "First steps", FIRST)
+        formatter.write_paragraph()
+        formatter.write_text("`packtrain --help` lists all commands.")
+        print(formatter.getvalue(), end="")
     if context.invoked_subcommand != "node":  # a node reports to the store, and there may be hundreds of them
         SLOW_ANSWERS.tell = _complain
     keep_compiled_code()
-
-
-def _print_first_page(context: typer.Context) -> None:
-    formatter = context.make_formatter()
-    formatter.write_text(app.info.help or "")
-    formatter.write_paragraph()
-    formatter.write_usage("packtrain", "COMMAND [ARGS]...")
-    cast("Commands", context.command).write_panel(formatter, "First steps", FIRST)
-    formatter.write_paragraph()
-    formatter.write_text("`packtrain --help` lists all commands.")
-    print(formatter.getvalue(), end="")
 
 
 def main() -> None:
     """Run a command. An error that a person can act on is one line on standard error and an exit code."""
     prepare_streams()
     with safe_output():
-        sys.exit(_run())
-
-
-def _run() -> int:
-    try:
+        code = EXIT_DONE
         try:
-            app()
-        finally:
-            sys.stdout.flush()  # what is buffered must meet a full disk or a reader that has gone here
-    except ReaderGone:
-        return EXIT_DONE
-    except OutputLost as error:
-        _complain(str(error))
-        return EXIT_UNWRITTEN
-    except PacktrainError as error:
-        _complain(str(error))
-        return error.exit_code
-    return EXIT_DONE
+            try:
+                app()
+            finally:
+                sys.stdout.flush()  # what is buffered must meet a full disk or a reader that has gone here
+        except ReaderGone:
+            pass
+        except OutputLost as error:
+            _complain(str(error))
+            code = EXIT_UNWRITTEN
+        except PacktrainError as error:
+            _complain(str(error))
+            code = error.exit_code
+        sys.exit(code)

@@ -252,14 +252,10 @@ def _runs(location: str) -> list[str]:
         folder = expanded(location) / "runs"
         return sorted(entry.name for entry in os.scandir(folder) if _RUN.fullmatch(entry.name))
     names: list[str] = []
-
-    def look() -> None:
-        names.extend(name for name in open_store(location).folders("runs/") if _RUN.fullmatch(name))
-
-    thread = threading.Thread(target=look, daemon=True)
+    thread = threading.Thread(target=lambda: names.extend(open_store(location).folders("runs/")), daemon=True)
     thread.start()
     thread.join(_STORE_SECONDS)
-    return sorted(names)
+    return sorted(filter(_RUN.fullmatch, names))
 
 
 # Fields of a job: from its schema.
@@ -301,7 +297,10 @@ def fields(schema: Schema, path: str, recipe: str | None = None) -> dict[str, Sc
         condition = {"recipe": {"const": recipe}}
         places += [rule["then"] for rule in schema["else"]["allOf"] if rule["if"].get("properties") == condition]
     for step in filter(None, path.split(".")):
-        places = [below for place in places for below in _below(schema, place, step)]
+        if step.isdecimal():  # an entry of a list, or of a source that may be one
+            places = [resolved.get("items", resolved) for place in places for resolved in _resolved(schema, place)]
+        else:
+            places = [value for place in places for name, value in _objects(schema, place) if name == step]
     merged: dict[str, Schema] = {}
     for place in places:
         for name, value in _objects(schema, place):
@@ -318,14 +317,6 @@ def values(schema: Schema, field: Schema) -> list[str]:
         if place.get("type") == "boolean":
             words |= dict.fromkeys(("true", "false"))
     return list(words)
-
-
-def _below(schema: Schema, place: Schema, step: str) -> Iterator[Schema]:
-    if step.isdecimal():  # an entry of a list, or of a source that may be one
-        for resolved in _resolved(schema, place):
-            yield resolved.get("items", resolved)
-        return
-    yield from (value for name, value in _objects(schema, place) if name == step)
 
 
 def _objects(schema: Schema, place: Schema) -> Iterator[tuple[str, Schema]]:

@@ -325,7 +325,10 @@ class Follower:
         """Note it; True if it is something to print."""
         if isinstance(record, Event):
             if record.kind == "generation":
-                self._note_generation(record)
+                self._started = record.time  # a program reports no steps: show how long it has been running
+                generation = next(iter(self._run.generations(after=max(0, record.generation - 1))), None)
+                seconds = generation.seconds_left if generation else None
+                self._deadline = None if seconds is None else record.time + seconds
             # Every machine tells of a generation that starts, and several may see that one is lost.
             news = (record.generation, record.kind, record.text)
             if record.display == "report" or news in self._printed:
@@ -342,12 +345,6 @@ class Follower:
             # If a periodic evaluation covers the full validation split, the last two evaluations are the same.
             return before is None or ((before.kind, scores_in_words(before)) != (record.kind, scores_in_words(record)))
         return False
-
-    def _note_generation(self, event: Event) -> None:
-        self._started = event.time  # a program reports no steps: show how long it has been running
-        generation = next(iter(self._run.generations(after=max(0, event.generation - 1))), None)
-        seconds = generation.seconds_left if generation else None
-        self._deadline = None if seconds is None else event.time + seconds
 
     def _print(self, kind: str, style: str, *texts: Part) -> None:
         self._screen.say_row(f"{kind:>10}", style, *texts)
@@ -374,10 +371,10 @@ def progress_line(job: Job, steps: Sequence[Point], budget_left: float | None = 
     last, unit = steps[-1], job.train.batch.unit
     goal, seconds = goal_step(job, last), seconds_to_goal(job, steps)
     losses = recent_losses(steps)
+    bar_width = _BAR_WIDTH if width is not None and width >= 100 else _BAR_WIDTH // 2
+    filled = round(bar_width * (progress(job, steps) or 0.0))
     texts = {
-        "bar": ""
-        if width is None
-        else _bar(progress(job, steps) or 0.0, _BAR_WIDTH if width >= 100 else _BAR_WIDTH // 2),
+        "bar": "" if width is None else "━" * filled + "╌" * (bar_width - filled),
         "step": f"step {last.step:,}" + ("" if goal is None else f" of {goal:,}"),
         "loss": f"loss {sum(losses) / len(losses):.3f}",
         "rate": f"lr {last.values['rate']:.2g}",
@@ -394,11 +391,6 @@ def progress_line(job: Job, steps: Sequence[Point], budget_left: float | None = 
             break
         shown.add(name)
     return "  ".join(text for name, text in texts.items() if text and name in shown)
-
-
-def _bar(share: float, width: int) -> str:
-    filled = round(width * share)
-    return "━" * filled + "╌" * (width - filled)
 
 
 def scores_in_words(point: Point) -> tuple[Part, ...]:

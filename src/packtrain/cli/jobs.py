@@ -25,7 +25,7 @@ from packtrain.cli.common import (
 )
 from packtrain.cli.follow import follow
 from packtrain.cli.output import json_text, unread_output
-from packtrain.cli.screen import ProgressBars, Screen, console, say_detail
+from packtrain.cli.screen import ProgressBars, console, say_detail
 from packtrain.cli.template import TEMPLATES, InitRequest, current_schema, write_job
 from packtrain.data.pack import Pack
 from packtrain.errors import Mistake
@@ -40,7 +40,7 @@ from packtrain.launch.parent import read_name
 from packtrain.launch.resume import AlreadyComplete, edited_since, reopen
 from packtrain.launch.start import dry_run, manifests, start, wait_until_joined
 from packtrain.observe.follower import RunNews
-from packtrain.pack.manifest import Manifest, pack_key
+from packtrain.pack.manifest import pack_key
 from packtrain.pack.shard import Columns
 from packtrain.pack.workers import Dask, Processes
 from packtrain.plan.estimate import lines_of
@@ -49,21 +49,12 @@ from packtrain.report.pack_page import print_stats, sample_page
 from packtrain.report.pack_stats import stats_of
 from packtrain.run.liveness import state_of
 from packtrain.run.run import Run
-from packtrain.store import Store, open_store
+from packtrain.store import open_store
 from packtrain.system import cache_directory
 from packtrain.units import show_bytes
 
 ForegroundOption = Annotated[bool, typer.Option("--foreground", help="Tie the run to this command; Ctrl-C stops it.")]
 DetachOption = Annotated[bool, typer.Option("--detach", help="Start the run and return.")]
-ChangeOption = Annotated[
-    list[str] | None,
-    typer.Option(
-        "--set",
-        metavar="FIELD=VALUE",
-        help="Change fleet, budget, train.duration, train.exact, train.patience, train.profile, checkpoint, evaluate,"
-        " data.stage or report; repeatable.",
-    ),
-]
 
 
 def init(
@@ -138,23 +129,18 @@ def pack(
         return
     screen.say("Packed ", (manifest.name, "bold"))
     if stats:
-        _show_stats(screen, store, manifest)
+        data = Pack(store, manifest.name, cache_directory() / "packs")
 
+        def columns(split: str) -> Iterator[Columns]:
+            return data.split(split).shards()
 
-def _show_stats(screen: Screen, store: Store, manifest: Manifest) -> None:
-    """Print the statistics of a pack, and store a page of samples beside it."""
-    pack = Pack(store, manifest.name, cache_directory() / "packs")
-
-    def columns(split: str) -> Iterator[Columns]:
-        return pack.split(split).shards()
-
-    vocabularies = [pack.vocabulary] if manifest.vocabulary else []
-    vocabularies += [pack.target_vocabulary] if manifest.target_vocabulary else []
-    stats = stats_of(manifest, columns, [len(vocabulary) for vocabulary in vocabularies])
-    print_stats(screen, stats)
-    key = pack_key(manifest.name, "samples.html")
-    store.put(key, sample_page(stats, columns, vocabularies).encode())
-    screen.say(f"samples: {store.url}/{key}")
+        vocabularies = [data.vocabulary] if manifest.vocabulary else []
+        vocabularies += [data.target_vocabulary] if manifest.target_vocabulary else []
+        statistics = stats_of(manifest, columns, [len(vocabulary) for vocabulary in vocabularies])
+        print_stats(screen, statistics)
+        key = pack_key(manifest.name, "samples.html")
+        store.put(key, sample_page(statistics, columns, vocabularies).encode())
+        screen.say(f"samples: {store.url}/{key}")
 
 
 def run(
@@ -217,7 +203,15 @@ def run(
 def resume(
     name: RunArgument = None,
     store: StoreOption = None,
-    overrides: ChangeOption = None,
+    overrides: Annotated[
+        list[str] | None,
+        typer.Option(
+            "--set",
+            metavar="FIELD=VALUE",
+            help="Change fleet, budget, train.duration, train.exact, train.patience, train.profile, checkpoint,"
+            " evaluate, data.stage or report; repeatable.",
+        ),
+    ] = None,
     foreground: ForegroundOption = False,
     detach: DetachOption = False,
     quiet: QuietOption = False,

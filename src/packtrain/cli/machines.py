@@ -28,7 +28,7 @@ from packtrain.cli.screen import console
 from packtrain.errors import EXIT_DONE, EXIT_FAILED, EXIT_MISTAKE, EXIT_UNFINISHED, Mistake, NotFound, harmless
 from packtrain.fleet import fleet_of, fleet_to_ask
 from packtrain.fleet.cloud import Resource
-from packtrain.fleet.doctor import Here, describe, examine
+from packtrain.fleet.doctor import describe, examine
 from packtrain.fleet.down import remove_found, take_down, take_inventory
 from packtrain.fleet.fleet import Check, Fleet, HasShell, HasVolumes, silent
 from packtrain.job import Job
@@ -60,7 +60,17 @@ def doctor(
         if as_json:
             print_json(asdict(description))
         else:
-            _print_here(description)
+            screen = console()
+            for trait in description.traits:
+                advice = [f"  fix: {trait.fix}"] if trait.fix else [f"  note: {trait.note}"] if trait.note else []
+                screen.say_row(f"{trait.name:<10}", "dim", (trait.detail, "red" if trait.fix else ""), *advice)
+            screen.say()
+            for word, missing in description.missing.items():
+                state = ("needs ", "yellow") if missing else ("ok", "green")
+                needs = "  ".join(f"{name}: {advice}" for name, advice in missing.items())
+                screen.say_row(f"{word:<10}", "bold", state, needs)
+            screen.say()
+            screen.say("Check the machines of a fleet: ", ("packtrain doctor --fleet JOB", "bold"))
         sys.exit(EXIT_DONE if description.can_train else EXIT_MISTAKE)
     kind, location, job = _target(fleet, store)
     # Other programs need no torch. Without a job, a recipe is meant.
@@ -73,20 +83,6 @@ def doctor(
         _print(checks)
     failed = any(not check.ok and not check.skipped for check in checks)
     sys.exit(EXIT_MISTAKE if failed else EXIT_UNFINISHED if any(check.skipped for check in checks) else EXIT_DONE)
-
-
-def _print_here(description: Here) -> None:
-    screen = console()
-    for trait in description.traits:
-        advice = [f"  fix: {trait.fix}"] if trait.fix else [f"  note: {trait.note}"] if trait.note else []
-        screen.say_row(f"{trait.name:<10}", "dim", (trait.detail, "red" if trait.fix else ""), *advice)
-    screen.say()
-    for word, missing in description.missing.items():
-        state = ("needs ", "yellow") if missing else ("ok", "green")
-        needs = "  ".join(f"{name}: {advice}" for name, advice in missing.items())
-        screen.say_row(f"{word:<10}", "bold", state, needs)
-    screen.say()
-    screen.say("Check the machines of a fleet: ", ("packtrain doctor --fleet JOB", "bold"))
 
 
 def _target(fleet: str, store: str | None) -> tuple[FleetKind, str, Job | None]:
@@ -136,23 +132,19 @@ def attach(
         raise Mistake(f"{run.name}: cannot open a shell on its machines from here ({node or 'any'})")
     command = fleet.shell(run, node)
     screen = console(sys.stderr)
-    screen.say("Attaching to ", (run.name, "bold"), f" on {_place(run, node, fleet.trains_here)}.")
+    latest, leases = run.latest_generation(), {lease.node: lease for lease in run.leases()}
+    first = latest.members[0].node if latest is not None else next(iter(leases), None)
+    lease = leases.get(node or first or "")
+    if fleet.trains_here:
+        directory = None if lease is None else node_directory(run, lease.node)
+        if directory is not None and directory.is_dir():
+            os.chdir(directory)
+        place = f"{socket.gethostname()}, this machine, in {Path.cwd()}"
+    else:
+        place = (lease.hostname if lease is not None else node) or "its first machine"
+    screen.say("Attaching to ", (run.name, "bold"), f" on {place}.")
     screen.say("  exit leaves the shell; the run keeps running.")
     os.execvp(command[0], command)  # noqa: S606 - hands the terminal over
-
-
-def _place(run: Run, name: str | None, is_here: bool) -> str:
-    """Return the machine that a shell opens on and, if it is this one, go to the directory of the run's node."""
-    latest = run.latest_generation()
-    leases = {lease.node: lease for lease in run.leases()}
-    first = latest.members[0].node if latest is not None else next(iter(leases), None)
-    lease = leases.get(name or first or "")
-    if not is_here:
-        return (lease.hostname if lease is not None else name) or "its first machine"
-    directory = None if lease is None else node_directory(run, lease.node)
-    if directory is not None and directory.is_dir():
-        os.chdir(directory)
-    return f"{socket.gethostname()}, this machine, in {Path.cwd()}"
 
 
 volume = typer.Typer(no_args_is_help=True, rich_markup_mode=None, help="Keep a run's data on volumes that outlive it.")
@@ -210,17 +202,14 @@ def down(
         if name is not None or store is not None:
             raise Mistake("--all is for the runs of every store; omit RUN and --store")
         _down_all(fleets or (), expired, dry_run, yes, as_json)
-    elif fleets or expired or dry_run:
+        return
+    if fleets or expired or dry_run:
         raise Mistake("--fleet, --expired and --dry-run need --all")
-    else:
-        try:
-            run = find_run(store, name)
-        except (NotFound, StoreError) as error:
-            raise NotFound(f"{error}; `packtrain down --all` finds machines without the store") from None
-        _down_run(run, yes, as_json)
+    try:
+        run = find_run(store, name)
+    except (NotFound, StoreError) as error:
+        raise NotFound(f"{error}; `packtrain down --all` finds machines without the store") from None
 
-
-def _down_run(run: Run, yes: bool, as_json: bool) -> None:
     def accept(kinds: Sequence[FleetKind]) -> None:
         _confirm_contact(run, kinds, "Contact them and end what this run has there?", yes)
 

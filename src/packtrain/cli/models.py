@@ -5,8 +5,8 @@ from __future__ import annotations
 import os
 import sys
 import tempfile
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import contextmanager, suppress
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import nullcontext, suppress
 from dataclasses import asdict, dataclass
 from itertools import chain
 from pathlib import Path
@@ -21,7 +21,6 @@ from packtrain.cli.screen import CopyBars, ProgressBars, console
 from packtrain.errors import Mistake, harmless
 from packtrain.export.deliver import deliver, destination_of, untracked
 from packtrain.export.export import ExportOptions, export_run
-from packtrain.export.model import ExportedModel
 from packtrain.export.predict import (
     MAX_CHARACTERS,
     DecodeOptions,
@@ -121,23 +120,20 @@ def predict(
     # Probably a variable that is not set. Of several inputs, each recipe decides what a blank one means.
     if inputs and len(inputs) == 1 and not inputs[0].strip():
         raise Mistake("the input is empty; give a text or the path of an image")
-    predictor = _predictor(name, store, checkpoint, trust_code)
+    if is_folder(name):
+        for option, setting in (("--checkpoint", checkpoint), ("--store", store), ("--trust-code", trust_code)):
+            if setting:
+                raise Mistake(f"{option}: only for runs; {name} is a folder")
+        predictor = open_model(Path(name))
+    else:
+        choice = choice_of(checkpoint)
+        predictor = load_predictor(find_run(store, name), choice, accept=trusting(trust_code))
     if chat:
         _chat(predictor, options)
         return
     predictor.decoding(options)  # before anything is read
     all_inputs = _inputs_of(predictor, inputs, file)
     _write(_predicted(predictor, all_inputs, options, attention_maps), all_inputs, as_json, bool(n_best))
-
-
-def _predictor(name: str, store: str | None, checkpoint: str | None, trust_code: bool) -> Predictor:
-    if not is_folder(name):
-        choice = choice_of(checkpoint)
-        return load_predictor(find_run(store, name), choice, accept=trusting(trust_code))
-    for option, value in (("--checkpoint", checkpoint), ("--store", store), ("--trust-code", trust_code)):
-        if value:
-            raise Mistake(f"{option}: only for runs; {name} is a folder")
-    return open_model(Path(name))
 
 
 # Inputs.
@@ -229,7 +225,12 @@ def _predicted(
     """Yield rows some thousands at a time: memory is bounded, and the order is kept."""
     skipped: list[str] = []
     has_any = False
-    with _progress(inputs.count) as advance:
+    # A bar if standard error is a terminal, and no outputs appear there.
+    has_bar = sys.stderr.isatty() and not sys.stdout.isatty() and inputs.count != 1
+    bar = (
+        ProgressBars(console(sys.stderr)).track("predicting", inputs.count) if has_bar else nullcontext(lambda _: None)
+    )
+    with bar as advance:
         for predictions in predictor.stream(inputs.texts, options, skipped.append if inputs.named else None):
             paths = _write_maps(maps, predictions) if maps else [None] * len(predictions)
             advance(len(predictions))
@@ -243,16 +244,6 @@ def _predicted(
         print(f"skipped {len(skipped) - _SHOWN_SKIPPED:,} more files", file=sys.stderr)
 
 
-@contextmanager
-def _progress(count: int | None) -> Iterator[Callable[[int], None]]:
-    """Show a bar if standard error is a terminal, and no outputs appear there."""
-    if not sys.stderr.isatty() or sys.stdout.isatty() or count == 1:
-        yield lambda _: None
-        return
-    with ProgressBars(console(sys.stderr)).track("predicting", count) as advance:
-        yield advance
-
-
 def _write(batches: Iterator[list[_Row]], inputs: _Inputs, as_json: bool, scored: bool) -> None:
     """Print the outputs. Standard output has nothing else: notes go to standard error."""
     rows: Iterator[_Row] = chain.from_iterable(batches)
@@ -262,19 +253,17 @@ def _write(batches: Iterator[list[_Row]], inputs: _Inputs, as_json: bool, scored
         print_json_list(map(_as_json, rows))
         return
     for row in rows:
-        for line in _scored_lines(row) if scored else [row.prediction.text]:
+        texts = [row.prediction.text]
+        if scored:  # the number of the input, the score and the text of each output
+            details = row.prediction.details
+            best = details.get("n_best", [{"output": row.prediction.text, "score": details.get("score", 0.0)}])
+            texts = [f"{row.number}\t{output['score']:.4f}\t{output['output']}" for output in best]
+        for line in texts:
             print(harmless(f"{row.text}: {line}" if inputs.named else line, keep="\t"))
         if row.prediction.note:
             print(f"input {row.number}: {row.prediction.note}", file=sys.stderr)
         if row.attention_map:
             print(f"wrote {row.attention_map}", file=sys.stderr)
-
-
-def _scored_lines(row: _Row) -> list[str]:
-    """Return the number of the input, the score and the text of each output, separated by tabs."""
-    details = row.prediction.details
-    best = details.get("n_best", [{"output": row.prediction.text, "score": details.get("score", 0.0)}])
-    return [f"{row.number}\t{output['score']:.4f}\t{output['output']}" for output in best]
 
 
 def _chat(predictor: Predictor, options: DecodeOptions) -> None:
@@ -397,14 +386,10 @@ def export(
             print_json({"folder": None if to and not output else str(folder), "to": to, **asdict(model.manifest)})
             return
         if to is None or output is not None:
-            _say_written(folder, model, run.job.has_own_code)
-
-
-def _say_written(folder: Path, model: ExportedModel, has_own_code: bool) -> None:
-    screen, size = console(), sum(file.bytes for file in model.manifest.files)
-    screen.say("Wrote ", (str(folder), "bold"), f" ({show_bytes(size)})")
-    if has_own_code:
-        screen.say(f"  inputs and outputs of model.onnx: {folder / 'README.md'}")
-        return
-    screen.say(f"  try it: packtrain predict {quote(str(folder))}")
-    screen.say(f"  serve it: packtrain serve {quote(str(folder))}")
+            size = sum(file.bytes for file in model.manifest.files)
+            screen.say("Wrote ", (str(folder), "bold"), f" ({show_bytes(size)})")
+            if run.job.has_own_code:
+                screen.say(f"  inputs and outputs of model.onnx: {folder / 'README.md'}")
+            else:
+                screen.say(f"  try it: packtrain predict {quote(str(folder))}")
+                screen.say(f"  serve it: packtrain serve {quote(str(folder))}")

@@ -37,44 +37,38 @@ from packtrain.store import StoreError
 from packtrain.store.records import DamagedRecord
 from packtrain.units import MAX_WORKERS
 
-StoreIdOption = Annotated[
-    str | None, typer.Option("--store-id", metavar="ID", help="Required ID of a store in a directory.")
-]
-AddressOption = Annotated[
-    str | None,
-    typer.Option(metavar="ADDRESS", help="Address at which other machines reach this one. Default: a private one."),
-]
-InterfaceOption = Annotated[
-    str | None, typer.Option(metavar="NAME", help="Network interface with that address, such as eth0.")
-]
-WorkersOption = Annotated[
-    int | None,
-    typer.Option(metavar="N", min=1, max=MAX_WORKERS, help="Number of workers. Default: from the job, or one per GPU."),
-]
-PowerOffOption = Annotated[
-    bool, typer.Option("--power-off", help="Shut this machine down when it is done. Default: from the job.")
-]
-CodeOption = Annotated[
-    str | None, typer.Option("--code", metavar="DIGEST", help="Digest of the code to run; fleets pass it.")
-]
-IdentityOption = Annotated[
-    str | None,
-    typer.Option("--identity", metavar="ID", help="Required Packtrain identity; fleets with an image pass it."),
-]
-
 _LOOK_SECONDS, _STEP_SECONDS = 10.0, 30.0  # between two looks at new steps, and between two lines about them
 
 
 def node(
     name: Annotated[str, typer.Argument(metavar="RUN", help="The run to take part in.")],
     store: StoreOption = None,
-    store_id: StoreIdOption = None,
-    address: AddressOption = None,
-    interface: InterfaceOption = None,
-    workers: WorkersOption = None,
-    power_off: PowerOffOption = False,
-    code: CodeOption = None,
-    identity: IdentityOption = None,
+    store_id: Annotated[
+        str | None, typer.Option("--store-id", metavar="ID", help="Required ID of a store in a directory.")
+    ] = None,
+    address: Annotated[
+        str | None,
+        typer.Option(metavar="ADDRESS", help="Address at which other machines reach this one. Default: a private one."),
+    ] = None,
+    interface: Annotated[
+        str | None, typer.Option(metavar="NAME", help="Network interface with that address, such as eth0.")
+    ] = None,
+    workers: Annotated[
+        int | None,
+        typer.Option(
+            metavar="N", min=1, max=MAX_WORKERS, help="Number of workers. Default: from the job, or one per GPU."
+        ),
+    ] = None,
+    power_off: Annotated[
+        bool, typer.Option("--power-off", help="Shut this machine down when it is done. Default: from the job.")
+    ] = False,
+    code: Annotated[
+        str | None, typer.Option("--code", metavar="DIGEST", help="Digest of the code to run; fleets pass it.")
+    ] = None,
+    identity: Annotated[
+        str | None,
+        typer.Option("--identity", metavar="ID", help="Required Packtrain identity; fleets with an image pass it."),
+    ] = None,
     trust_code: TrustOption = False,
 ) -> None:
     """Take part in a run on this machine until it ends. Fleets run this command; you can also run it yourself."""

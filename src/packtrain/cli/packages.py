@@ -15,7 +15,6 @@ from packtrain.errors import Mistake, nearest, quoted
 from packtrain.fleet.bundle import BundleWriter, add_pack, add_run, add_wheels, new_bundle
 from packtrain.fleet.image import (
     PLATFORMS,
-    ImageBuilder,
     ImageRequest,
     check_name,
     command_to_build,
@@ -29,63 +28,49 @@ from packtrain.identity import identity
 from packtrain.launch.check import PortableJob, make_portable
 from packtrain.launch.load import load
 from packtrain.run.code import files_of
-from packtrain.run.run import Run
-from packtrain.store import Store, open_store
+from packtrain.store import open_store
 from packtrain.units import show_bytes
 
-NameArgument = Annotated[
-    str | None, typer.Argument(metavar="NAME:TAG", help="Name of the image. Default: packtrain and its version.")
-]
-VariantOption = Annotated[
-    str,
-    typer.Option(
-        metavar="cpu|cuda|jetson|serve",
-        help="Build of torch; jetson uses the base image's, serve has none and serves exported models.",
-    ),
-]
-TorchOption = Annotated[str, typer.Option(metavar="cpu|cuda", help="Build of torch.")]
 PlatformOption = Annotated[
     str | None, typer.Option(metavar="linux/amd64|linux/arm64", help="Target platform. Default: this machine's.")
 ]
-BaseOption = Annotated[str | None, typer.Option(metavar="IMAGE", help="Base image, e.g. python:3.12-slim@sha256:...")]
 RequirementsOption = Annotated[Path | None, typer.Option(metavar="FILE", help="pip requirements of your own programs.")]
 PythonOption = Annotated[str | None, typer.Option(metavar="3.X", help="Target version of Python. Default: this one.")]
-BuilderOption = Annotated[
-    str | None,
-    typer.Option(
-        metavar="docker|podman|buildah", help="Program that builds it. Default: the first one that works here."
-    ),
-]
-WriteOption = Annotated[
-    Path | None, typer.Option(metavar="DIR", help="Only write the Dockerfile and its files, to DIR.")
-]
-LoadOption = Annotated[
-    Path | None, typer.Option(metavar="FILE", help="Load an archive written by --save instead of building.")
-]
-SaveOption = Annotated[Path | None, typer.Option(metavar="FILE", help="Save the image as an archive.")]
-PushOption = Annotated[
-    str | None, typer.Option(metavar="REGISTRY/NAME:TAG", help="Tag the image and push it to a registry.")
-]
-OutputOption = Annotated[
-    Path | None, typer.Option("--output", "-o", metavar="FILE", help="File to write. Default: NAME-bundle.tar.")
-]
-TakeRunOption = Annotated[
-    str | None, typer.Option("--run", metavar="RUN", help="Include this run, to resume from its newest checkpoint.")
-]
 
 
 def image(
-    name: NameArgument = None,
-    variant: VariantOption = "cpu",
+    name: Annotated[
+        str | None, typer.Argument(metavar="NAME:TAG", help="Name of the image. Default: packtrain and its version.")
+    ] = None,
+    variant: Annotated[
+        str,
+        typer.Option(
+            metavar="cpu|cuda|jetson|serve",
+            help="Build of torch; jetson uses the base image's, serve has none and serves exported models.",
+        ),
+    ] = "cpu",
     platform: PlatformOption = None,
-    base: BaseOption = None,
+    base: Annotated[
+        str | None, typer.Option(metavar="IMAGE", help="Base image, e.g. python:3.12-slim@sha256:...")
+    ] = None,
     python: PythonOption = None,
     requirements: RequirementsOption = None,
-    builder: BuilderOption = None,
-    write: WriteOption = None,
-    load: LoadOption = None,
-    save: SaveOption = None,
-    push: PushOption = None,
+    builder: Annotated[
+        str | None,
+        typer.Option(
+            metavar="docker|podman|buildah", help="Program that builds it. Default: the first one that works here."
+        ),
+    ] = None,
+    write: Annotated[
+        Path | None, typer.Option(metavar="DIR", help="Only write the Dockerfile and its files, to DIR.")
+    ] = None,
+    load: Annotated[
+        Path | None, typer.Option(metavar="FILE", help="Load an archive written by --save instead of building.")
+    ] = None,
+    save: Annotated[Path | None, typer.Option(metavar="FILE", help="Save the image as an archive.")] = None,
+    push: Annotated[
+        str | None, typer.Option(metavar="REGISTRY/NAME:TAG", help="Tag the image and push it to a registry.")
+    ] = None,
 ) -> None:
     """Build a container image, for Kubernetes or to serve models.
 
@@ -108,7 +93,14 @@ def image(
         name = image_builder.load(load)
         console().say("Loaded ", (name, "bold"))
     else:
-        _build(request, name, image_builder)
+        base_image = image_builder.pin(request.base_image, request.platform)
+        say_detail(f"base image {base_image}")
+        with scratch() as directory:
+            context = write_context(request, directory, base_image, say_detail)
+            if not context.is_pinned:
+                say_detail(f"{base_image} was built here and has no digest; it is used by its name")
+            image_builder.build(context, name, request.platform)
+        console().say("Built ", (name, "bold"), f" with {image_builder.program}")
     if save is not None:
         image_builder.save(name, save)
         console().say(f"Saved {save}")
@@ -131,17 +123,6 @@ def _write(request: ImageRequest, directory: Path, builder: str | None) -> None:
     console().say("  build: ", (command_to_build(context), "bold"))
 
 
-def _build(request: ImageRequest, name: str, builder: ImageBuilder) -> None:
-    base = builder.pin(request.base_image, request.platform)
-    say_detail(f"base image {base}")
-    with scratch() as directory:
-        context = write_context(request, directory, base, say_detail)
-        if not context.is_pinned:
-            say_detail(f"{base} was built here and has no digest; it is used by its name")
-        builder.build(context, name, request.platform)
-    console().say("Built ", (name, "bold"), f" with {builder.program}")
-
-
 def _check_requirements(path: Path | None) -> None:
     if path is not None and not path.is_file():
         raise Mistake(f"--requirements: there is no file {path}")
@@ -149,10 +130,14 @@ def _check_requirements(path: Path | None) -> None:
 
 def bundle(
     job: JobArgument,
-    output: OutputOption = None,
+    output: Annotated[
+        Path | None, typer.Option("--output", "-o", metavar="FILE", help="File to write. Default: NAME-bundle.tar.")
+    ] = None,
     overrides: SetOption = None,
-    run: TakeRunOption = None,
-    variant: TorchOption = "cpu",
+    run: Annotated[
+        str | None, typer.Option("--run", metavar="RUN", help="Include this run, to resume from its newest checkpoint.")
+    ] = None,
+    variant: Annotated[str, typer.Option(metavar="cpu|cuda", help="Build of torch.")] = "cpu",
     platform: PlatformOption = None,
     python: PythonOption = None,
     requirements: RequirementsOption = None,
@@ -160,7 +145,12 @@ def bundle(
 ) -> None:
     """Bundle a job with its wheels, code and pack, for offline use."""
     _check_requirements(requirements)
-    target = _wheel_target(variant, platform, python)
+    if platform is not None and platform not in PLATFORMS:
+        raise Mistake(f"--platform {quoted(platform)}: {nearest(platform, PLATFORMS)}")
+    if variant not in ("cpu", "cuda"):
+        raise Mistake(f"--variant {quoted(variant)}: must be cpu or cuda")
+    machine = PLATFORMS[platform] if platform is not None else WheelTarget.machine
+    target = WheelTarget(python or WheelTarget.python, machine, "cuda" if variant == "cuda" else "cpu")
     loaded, screen = load(job, overrides or (), allow_drops), console()
     name = f"{loaded.job.name}-bundle"
     file = output or Path(f"{name}.tar")
@@ -173,30 +163,16 @@ def bundle(
         wheels = download(target, directory, requirements, say_detail)
         add_wheels(writer, wheels, target, identity(), included.name if included is not None else None)
         _add_job(writer, prepared, prepared.document.get("code", ".") if loaded.job.has_own_code else None)
-        _add_data(writer, prepared, store, included)
+        for key in prepared.files:  # that the model options name
+            writer.add_object(store, key, PurePosixPath(key).name)
+        if prepared.pack is not None:
+            add_pack(writer, store, prepared.pack)
+        if included is not None:
+            resumed = add_run(writer, included)
+            step = f"its checkpoint of step {resumed.step}" if resumed is not None else "no checkpoint yet"
+            say_detail(f"took {included.name} with {step}")
     screen.say("Wrote ", (str(file), "bold"), f" ({show_bytes(file.stat().st_size)}) for {target}")
     screen.say("  there: ", (f"tar -xf {file.name} && cd {name} && sh install.sh", "bold"))
-
-
-def _wheel_target(variant: str, platform: str | None, python: str | None) -> WheelTarget:
-    if platform is not None and platform not in PLATFORMS:
-        raise Mistake(f"--platform {quoted(platform)}: {nearest(platform, PLATFORMS)}")
-    if variant not in ("cpu", "cuda"):
-        raise Mistake(f"--variant {quoted(variant)}: must be cpu or cuda")
-    machine = PLATFORMS[platform] if platform is not None else WheelTarget.machine
-    return WheelTarget(python or WheelTarget.python, machine, "cuda" if variant == "cuda" else "cpu")
-
-
-def _add_data(writer: BundleWriter, prepared: PortableJob, store: Store, included: Run | None) -> None:
-    """Add the files that the model options name, the pack, and the run to resume."""
-    for key in prepared.files:
-        writer.add_object(store, key, PurePosixPath(key).name)
-    if prepared.pack is not None:
-        add_pack(writer, store, prepared.pack)
-    if included is not None:
-        checkpoint = add_run(writer, included)
-        step = f"its checkpoint of step {checkpoint.step}" if checkpoint is not None else "no checkpoint yet"
-        say_detail(f"took {included.name} with {step}")
 
 
 def _add_job(writer: BundleWriter, prepared: PortableJob, code: str | None) -> None:

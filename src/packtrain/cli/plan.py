@@ -57,7 +57,13 @@ def plan(
     """Estimate what a run will take: time, money, memory and network."""
     if probe and device is not None:
         raise Mistake("--probe measures the machines, and --device replaces them; use one of them")
-    request = PlanRequest(_counts(machines), samples, length, probe, device, _link_speed(link))
+    counts: tuple[int, ...] = ()
+    if machines is not None:
+        words = [word.strip() for word in machines.split(",")]
+        if not all(word.isdecimal() and 1 <= int(word) <= 100_000 for word in words) or len(words) > _MAX_COUNTS:
+            raise Mistake(f"--machines {machines}: must be up to {_MAX_COUNTS} numbers of machines, such as 1,2,4")
+        counts = tuple(map(int, words))
+    request = PlanRequest(counts, samples, length, probe, device, _link_speed(link))
     loaded = load(job, overrides or ())
     progress = console(sys.stderr)
     run_plan = make_plan(loaded, request, lambda text: progress.say((f"  {text}", "dim")))
@@ -65,15 +71,6 @@ def plan(
         print_json(asdict(run_plan))
     else:
         _print(run_plan)
-
-
-def _counts(text: str | None) -> tuple[int, ...]:
-    if text is None:
-        return ()
-    words = [word.strip() for word in text.split(",")]
-    if not all(word.isdecimal() and 1 <= int(word) <= 100_000 for word in words) or len(words) > _MAX_COUNTS:
-        raise Mistake(f"--machines {text}: must be up to {_MAX_COUNTS} numbers of machines, such as 1,2,4")
-    return tuple(map(int, words))
 
 
 def _link_speed(text: str | None) -> float | None:
@@ -104,7 +101,7 @@ def _print(plan: Plan) -> None:
         f" {about}{show_count(work.steps_per_epoch)} steps per epoch{' at first' if len(batches) > 1 else ''}",
         "steps": f"{plan.estimates[0].steps:,} steps of {batch} {work.unit}"
         + ("" if work.unit == "samples" else f" ({show_count(work.samples_per_step)} samples)")
-        + (f", {_epochs(goal.epochs)}" if goal.epochs else ""),
+        + (f", {goal.epochs:{',.0f' if goal.epochs >= 100 else '.3g'}} epochs" if goal.epochs else ""),
         "speed": plan.source,
     }
     if any(estimate.machines > 1 for estimate in plan.estimates):
@@ -114,13 +111,7 @@ def _print(plan: Plan) -> None:
         screen.say_row(f"  {name:<7}", "dim", text)
     for note in plan.notes:
         screen.say_row("  note   ", "yellow", note)
-    _print_table(plan)
-    _print_advice(plan)
-
-
-def _print_table(plan: Plan) -> None:
     columns = _columns(plan)
-    screen = console()
     width = sum(max(len(name), *(len(cell) for cell in cells)) + 2 for name, cells in columns.items()) - 2
     details = [] if width <= screen.width else [name for name in _DETAILS if name in columns]
     screen.print()
@@ -129,6 +120,7 @@ def _print_table(plan: Plan) -> None:
         screen.print()
         _print_columns(plan, {name: columns[name] for name in ("machines", *details)})
     screen.print()
+    _print_advice(plan)
 
 
 def _columns(plan: Plan) -> dict[str, list[str]]:
@@ -191,7 +183,3 @@ def _print_advice(plan: Plan) -> None:
 def _rate(bytes_per_second: float) -> str:
     bits = 8 * bytes_per_second
     return f"{bits / 1e9:.3g} Gbit/s" if bits >= 1e9 else f"{bits / 1e6:.3g} Mbit/s"
-
-
-def _epochs(count: float) -> str:
-    return f"{count:,.0f} epochs" if count >= 100 else f"{count:.3g} epochs"

@@ -25,7 +25,6 @@ from packtrain.cli.screen import ProgressBars, Screen, console
 from packtrain.errors import Mistake
 from packtrain.export.bootstrap import Interval
 from packtrain.export.evaluate import (
-    Comparison,
     EvaluateOptions,
     ModelScores,
     Subject,
@@ -45,15 +44,14 @@ from packtrain.report.compare import as_json as comparison_as_json
 from packtrain.report.compare import gather as gather_compared
 from packtrain.report.compare_render import compare_page, text_lines
 from packtrain.report.markdown import markdown
+from packtrain.report.sweep import as_json as sweep_as_json
 from packtrain.report.sweep import (
-    SweepTable,
     find_sweep,
     sweep_markdown,
     sweep_page,
     sweep_table,
     write_sweep_report,
 )
-from packtrain.report.sweep import as_json as sweep_as_json
 from packtrain.run.checkpoint import choice_of
 from packtrain.run.liveness import state_of
 from packtrain.run.run import Run
@@ -61,7 +59,6 @@ from packtrain.units import show_seconds
 
 _REPORTED = "Run, job or sweep; a job stands for its newest run. Default: the newest run."
 _LETTERS = "ABCDEFGHIJ"
-_SPLITS = ("test", "valid")
 _SHOWN = 300  # characters of a text of a sample
 
 
@@ -80,34 +77,26 @@ def report(
     """
     if as_markdown and as_json:
         raise Mistake("--markdown and --json: pass one of them")
-    form = "markdown" if as_markdown else "json" if as_json else "page"
     store = find_store(location)
     sweep = find_sweep(store, name)
-    if form == "page" and output is None:
-        table = None if sweep is None else sweep_table(store, sweep)
+    table = None if sweep is None else sweep_table(store, sweep)
+    if as_json:
+        text = json_text(report_json(gather(run_in(store, name))) if table is None else sweep_as_json(table)) + "\n"
+    elif as_markdown and table is not None:
+        text = sweep_markdown(table)
+    elif as_markdown:
+        evidence = gather(run_in(store, name))
+        text = markdown(evidence, findings_of(evidence))
+    elif output is None:
         print(write_report(run_in(store, name)) if table is None else write_sweep_report(store, table))
         return
-    text = _run_text(run_in(store, name), form) if sweep is None else _sweep_text(sweep_table(store, sweep), form)
+    else:
+        text = report_page(run_in(store, name)) if table is None else sweep_page(table)
     if output is None:
         print(text, end="")
     else:
         write_output(output, text)
         print(output)
-
-
-def _run_text(run: Run, form: str) -> str:
-    if form == "page":
-        return report_page(run)
-    evidence = gather(run)
-    if form == "markdown":
-        return markdown(evidence, findings_of(evidence))
-    return json_text(report_json(evidence)) + "\n"
-
-
-def _sweep_text(table: SweepTable, form: str) -> str:
-    if form == "page":
-        return sweep_page(table)
-    return sweep_markdown(table) if form == "markdown" else json_text(sweep_as_json(table)) + "\n"
 
 
 def compare(
@@ -215,7 +204,7 @@ def evaluate(
 
     Scores have confidence intervals, and two models are compared on the same samples.
     """
-    if split not in (None, *_SPLITS):
+    if split not in (None, "test", "valid"):
         raise Mistake(f"--split: must be test or valid, not {split!r}")
     names = [name] if against is None else [name, against]
     if checkpoint is not None and all(map(is_folder, names)):
@@ -237,7 +226,15 @@ def evaluate(
     for model in evaluated:
         _print_scores(screen, model, ", ".join(options.data))
     if len(evaluated) == 2:
-        _print_comparison(screen, compare_scores(*evaluated))
+        comparison = compare_scores(*evaluated)
+        first, second = comparison.first.subject.name, comparison.second.subject.name
+        screen.say(f"{second} minus {first}, by paired bootstrap resampling")
+        differences = [
+            (name, show(difference.value), _span(difference.interval), f"p = {difference.p_value:.3f}")
+            for name, difference in comparison.differences.items()
+        ]
+        _print_table(screen, [("score", "difference", "95 % interval", ""), *differences])
+        screen.say((comparison.verdict, "bold"))
     if predictions is not None:
         screen.say(f"Predictions: {predictions}")
 
@@ -272,17 +269,6 @@ def _print_scores(screen: Screen, model: ModelScores, data: str) -> None:
             short = text if len(text) <= _SHOWN else f"{text[:_SHOWN]}..."
             screen.say_row(f"  {label:<10}", "dim", " ".join(short.split()))
     screen.say()
-
-
-def _print_comparison(screen: Screen, comparison: Comparison) -> None:
-    names = comparison.second.subject.name, comparison.first.subject.name
-    screen.say(f"{names[0]} minus {names[1]}, by paired bootstrap resampling")
-    rows = [
-        (name, show(difference.value), _span(difference.interval), f"p = {difference.p_value:.3f}")
-        for name, difference in comparison.differences.items()
-    ]
-    _print_table(screen, [("score", "difference", "95 % interval", ""), *rows])
-    screen.say((comparison.verdict, "bold"))
 
 
 def _print_table(screen: Screen, rows: Sequence[tuple[str, str, str, str]]) -> None:

@@ -164,6 +164,9 @@ def _cells(run: Run, answer: Listed | PacktrainError, differing: Mapping[str, st
     status, about, queue = answer
     fields = [override.partition("=") for override in about.overrides]
     changed = ", ".join(f"{differing[field]}={value}" for field, _, value in fields if field in differing)
+    cost = "" if status.cost is None else show_dollars(status.cost.so_far)
+    if status.cost is not None and status.cost.expected is not None:
+        cost += f" of {show_dollars(status.cost.expected)}"
     return {
         "run": status.run,
         "state": status.state,
@@ -173,7 +176,7 @@ def _cells(run: Run, answer: Listed | PacktrainError, differing: Mapping[str, st
         "loss": "" if status.loss is None else f"{status.loss:.3f}",
         "score": harmless(status.headline),
         "time": show_seconds(status.seconds) if status.seconds else "",
-        "cost": _cost(status),
+        "cost": cost,
         "tags": harmless(" ".join(about.tags)),
         "set": harmless(changed if len(changed) <= _MAX_SET else f"{changed[: _MAX_SET - 3]}..."),
         "job": harmless(status.description),  # on one line, also if an argument of a program has several
@@ -192,14 +195,6 @@ def fitting(widths: Mapping[str, int], width: int) -> list[str]:
         if sum(needed[column] for column in shown) + 2 * (len(shown) - 1) <= width:
             break
     return shown
-
-
-def _cost(status: Status) -> str:
-    """Return the dollars so far and expected: `$3.42 of $12.40`."""
-    if status.cost is None:
-        return ""
-    expected = "" if status.cost.expected is None else f" of {show_dollars(status.cost.expected)}"
-    return show_dollars(status.cost.so_far) + expected
 
 
 def _listed(run: Run, state: State | PacktrainError, matches: Filter) -> Listed | None:

@@ -155,19 +155,17 @@ def tensorboard(
     with termination_as_interrupt(), tempfile.TemporaryDirectory(prefix="packtrain-tensorboard-") as scratch:
         folder = EventFolder(runs, Path(scratch) / "runs")
         if not folder.update():
-            raise Mistake(_why_no_files(runs))
+            together = ", ".join(run.name for run in runs)
+            if all(run.job.recipe is None for run in runs):
+                raise Mistake(f"{together}: no TensorBoard files; a program writes its own, where it likes")
+            raise Mistake(
+                f"{together}: no TensorBoard files yet; the first is written 30 s after the first step, or at the end"
+            )
         try:
             _serve(folder, Path(scratch), port)
         except KeyboardInterrupt:
             print()
             raise
-
-
-def _why_no_files(runs: Sequence[Run]) -> str:
-    names = ", ".join(run.name for run in runs)
-    if all(run.job.recipe is None for run in runs):
-        return f"{names}: no TensorBoard files; a program writes its own, where it likes"
-    return f"{names}: no TensorBoard files yet; the first is written 30 s after the first step, or at the end"
 
 
 class EventFolder:
@@ -201,29 +199,8 @@ class EventFolder:
 
 
 def _serve(folder: EventFolder, scratch: Path, port: int | None) -> None:
-    """Run TensorBoard until it ends, and keep its folder up to date."""
-    with _started(folder.path, scratch, port) as (process, output):
-        away = ""
-        while process.poll() is None:
-            output.wait(_LOOK_SECONDS)
-            try:
-                folder.update()
-                away = ""
-            except StoreError as error:
-                if not error.temporary:
-                    raise
-                if not away:
-                    print(f"packtrain: {error}; showing what was there", file=sys.stderr, flush=True)
-                away = str(error)
-    raise Mistake(f"TensorBoard: {output.last or f'exited with code {process.returncode}'}")
-
-
-@contextmanager
-def _started(
-    logdir: Path, scratch: Path, port: int | None
-) -> Iterator[tuple[subprocess.Popen[str], TensorBoardOutput]]:
-    """Start TensorBoard on the loopback address, and end it on the way out."""
-    command = [sys.executable, "-P", "-m", "tensorboard.main", "--logdir", str(logdir), "--host", "127.0.0.1"]
+    """Run TensorBoard on the loopback address until it ends, and keep its folder up to date."""
+    command = [sys.executable, "-P", "-m", "tensorboard.main", "--logdir", str(folder.path), "--host", "127.0.0.1"]
     command += [] if port is None else ["--port", str(port)]
     # It notes its address in the directory for temporary files, for others to find it: that goes with the rest.
     environment: Mapping[str, str] = {**os.environ, "TMPDIR": str(scratch), "PYTHONUNBUFFERED": "1"}
@@ -239,8 +216,20 @@ def _started(
         preexec_fn=end_with_client,  # noqa: PLW1509 - prctl alone
     )
     assert process.stdout is not None
+    away = ""
     try:
-        yield process, TensorBoardOutput(process.stdout)
+        output = TensorBoardOutput(process.stdout)
+        while process.poll() is None:
+            output.over.wait(_LOOK_SECONDS)
+            try:
+                folder.update()
+                away = ""
+            except StoreError as error:
+                if not error.temporary:
+                    raise
+                if not away:
+                    print(f"packtrain: {error}; showing what was there", file=sys.stderr, flush=True)
+                away = str(error)
     finally:
         process.terminate()
         try:
@@ -248,6 +237,7 @@ def _started(
         except subprocess.TimeoutExpired:
             process.kill()
             process.wait()
+    raise Mistake(f"TensorBoard: {output.last or f'exited with code {process.returncode}'}")
 
 
 class TensorBoardOutput:
@@ -255,7 +245,7 @@ class TensorBoardOutput:
 
     def __init__(self, stream: IO[str]) -> None:
         self.last = ""
-        self._over = threading.Event()
+        self.over = threading.Event()
         threading.Thread(target=self._read, args=(stream,), name="tensorboard", daemon=True).start()
 
     def _read(self, stream: IO[str]) -> None:
@@ -264,11 +254,7 @@ class TensorBoardOutput:
                 print(f"TensorBoard: {address[1]}  Ctrl-C ends it.", flush=True)
             elif line.strip():
                 self.last = line.strip().removeprefix("ERROR: ").removeprefix("TensorBoard ")
-        self._over.set()
-
-    def wait(self, seconds: float) -> None:
-        """Wait that long, or until it has ended."""
-        self._over.wait(seconds)
+        self.over.set()
 
 
 def serve(

@@ -103,20 +103,17 @@ def _entries(folder: Path) -> list[_Entry]:
         paths += sorted(annotations.glob("captions_*.json*")) if annotations.is_dir() else []
     except OSError as error:
         raise Mistake(f"--data {folder}: {error.strerror}") from None
-    entries = [_entry(path) for path in paths]
+    entries: list[_Entry] = []
+    for path in paths:
+        pieces = re.split(r"([._-])", path.name)
+        words = {place: piece.lower().rstrip("0123456789") for place, piece in enumerate(pieces)}  # train2014
+        places = [place for place, word in words.items() if word in _WORDS]
+        word, pattern = "", path.name
+        if len(places) == 1:
+            word, pattern = words[places[0]], "".join([*pieces[: places[0]], "*", *pieces[places[0] + 1 :]])
+        entries.append(_Entry(path, word, pattern, path.is_dir()))
     preferred = list(_WORDS)
     return sorted(entries, key=lambda entry: preferred.index(entry.word) if entry.word else len(preferred))
-
-
-def _entry(path: Path) -> _Entry:
-    pieces = re.split(r"([._-])", path.name)
-    words = {place: piece.lower().rstrip("0123456789") for place, piece in enumerate(pieces)}  # train2014
-    places = [place for place, word in words.items() if word in _WORDS]
-    if len(places) != 1:
-        return _Entry(path, "", path.name, path.is_dir())
-    [place] = places
-    pattern = "".join([*pieces[:place], "*", *pieces[place + 1 :]])
-    return _Entry(path, words[place], pattern, path.is_dir())
 
 
 def _grouped(entries: Sequence[_Entry]) -> dict[str, list[Paths]]:

@@ -139,9 +139,9 @@ def tag(
     run = find_run(store, name)
     notes = run.notes()
     if words or remove or note is not None:
-        wrong = next((word for word in words or () if not _is_tag(word)), None)
-        if wrong is not None:
-            raise Mistake(f"{wrong!r}: a tag is one word of at most {_MAX_TAG} characters")
+        for word in words or ():
+            if not 0 < len(word) <= _MAX_TAG or not word.isprintable() or any(map(str.isspace, word)):
+                raise Mistake(f"{word!r}: a tag is one word of at most {_MAX_TAG} characters")
         tags = tuple(word for word in dict.fromkeys([*notes.tags, *(words or ())]) if word not in (remove or ()))
         if len(tags) > _MAX_TAGS:
             raise Mistake(f"{run.name} would have {len(tags)} tags; at most {_MAX_TAGS} are allowed")
@@ -151,10 +151,6 @@ def tag(
         run.put_notes(notes)
     line = " ".join(notes.tags) or "no tags"
     console().say(f"{run.name}: {line}" + (f" ({notes.text})" if notes.text else ""))
-
-
-def _is_tag(word: str) -> bool:
-    return 0 < len(word) <= _MAX_TAG and word.isprintable() and not any(character.isspace() for character in word)
 
 
 def du(
@@ -188,11 +184,9 @@ def _show_store_usage(store: Store, as_json: bool) -> None:
         return
     folders = ("checkpoints", "logs", "metrics")
     table = Table(box=None, pad_edge=False, header_style="dim")
-    for column in ("run", "total", *folders, OTHER):
-        if column == "run":
-            table.add_column(column, overflow="fold")  # a name is there to be copied
-        else:
-            table.add_column(column, justify="right", no_wrap=True)
+    table.add_column("run", overflow="fold")  # a name is there to be copied
+    for column in ("total", *folders, OTHER):
+        table.add_column(column, justify="right", no_wrap=True)
     for run in sorted(usage.runs, key=lambda run: -run.bytes):
         shown = [run.parts[folder] for folder in folders]
         sizes = [run.bytes, *shown, run.bytes - sum(shown)]

@@ -103,7 +103,13 @@ def sweep(
         SweepRequest(Path(target), grid or (), overrides or (), draws, seed, halving, parallel, name, allow_drops)
     )
     if dry_run:
-        _print_plan(prepared.plan, as_json)
+        if as_json:
+            print_json(asdict(prepared.plan))
+            return
+        screen = console()
+        screen.say(*_heading(prepared.plan))
+        for trial in prepared.plan.trials:
+            screen.say(f"  {trial.run}  {'  '.join(f'{field}={value}' for field, value in trial.values.items())}")
         return
     with unread_output():
         screen = _news(as_json)
@@ -135,23 +141,19 @@ def _drive(sweep: Sweep, parallel: int | None, accept: Accept, output: Path | No
                 time.sleep(_POLL_SECONDS)
     except KeyboardInterrupt:
         screen.say()
-        screen.say(f"Detached. {_still_running(drive.running)}")
+        running = "No run is training."
+        if names := drive.running:
+            keeps = "keeps" if len(names) == 1 else "keep"
+            running = f"{', '.join(names)} {keeps} running; no other run starts until you continue."
+        screen.say(f"Detached. {running}")
         screen.say(f"  continue: {to_type('sweep', sweep.name, *store_option(sweep.store))}")
-        for name in drive.running[:1]:
+        for name in names[:1]:
             screen.say(f"  follow:   {to_type('follow', name, *store_option(sweep.store))}")
         return EXIT_INTERRUPTED
     finally:
         drive.close()
     table = _report(sweep, output, as_json)
     return EXIT_FAILED if all(row.state == "failed" for row in table.rows) else 0
-
-
-def _still_running(names: list[str]) -> str:
-    if not names:
-        return "No run is training."
-    return (
-        f"{', '.join(names)} {'keeps' if len(names) == 1 else 'keep'} running; no other run starts until you continue."
-    )
 
 
 def _report(sweep: Sweep, output: Path | None, as_json: bool) -> SweepTable:
@@ -196,16 +198,6 @@ def _short_names(names: tuple[str, ...]) -> list[str]:
     while len({".".join(path[-length:]) for path in paths}) < len(paths) and length < max(map(len, paths)):
         length += 1
     return [".".join(path[-length:]) for path in paths]
-
-
-def _print_plan(plan: SweepPlan, as_json: bool) -> None:
-    if as_json:
-        print_json(asdict(plan))
-        return
-    screen = console()
-    screen.say(*_heading(plan))
-    for trial in plan.trials:
-        screen.say(f"  {trial.run}  {'  '.join(f'{field}={value}' for field, value in trial.values.items())}")
 
 
 def _list(store: Store, as_json: bool) -> None:

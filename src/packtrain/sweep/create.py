@@ -55,7 +55,13 @@ def prepare_sweep(request: SweepRequest) -> PreparedSweep:
     axes = read_axes(request.grid, request.draws is not None)
     combinations = combinations_of(axes, request.draws, request.seed)
     jobs = [_load(request, combination) for combination in combinations]
-    _check_different(jobs, combinations)
+    first_with: dict[str, Combination] = {}
+    for loaded, combination in zip(jobs, combinations, strict=True):
+        # Refuse values that mean the same, such as 0.001 and 1e-3: the runs would be the same.
+        earlier = first_with.setdefault(loaded.job.model_dump_json(), combination)
+        if earlier is not combination:
+            pair = [", ".join(map("=".join, values.items())) for values in (earlier, combination)]
+            raise Mistake(f"--grid: {' and '.join(pair)} are the same job")
     measure = _measure(jobs)
     rungs = _rungs(jobs) if request.halving else ()
     fleets = {loaded.job.fleet.model_dump_json() for loaded in jobs}
@@ -63,7 +69,9 @@ def prepare_sweep(request: SweepRequest) -> PreparedSweep:
     is_one = len(fleets) == 1
     parallel = len(jobs[0].job.fleet.kind.divided(request.parallel)) if is_one else request.parallel or 1
     fleet = jobs[0].job.fleet.model_dump(mode="json") if is_one else {}
-    digest = _digest(jobs, rungs)
+    # Of all that the sweep will do: the same command always finds the same sweep.
+    contents = [loaded.job.model_dump_json() for loaded in jobs], [asdict(rung) for rung in rungs]
+    digest = hashlib.sha256(json.dumps(contents).encode()).hexdigest()[:16]
     name = request.name or f"{jobs[0].job.name[:_MAX_STEM]}-{digest[:6]}"
     trials = tuple(
         Trial(number, f"{name}-{number}", dict(combination)) for number, combination in enumerate(combinations, 1)
@@ -88,16 +96,6 @@ def _load(request: SweepRequest, combination: Combination) -> LoadedJob:
         raise Mistake(text + where) from None
 
 
-def _check_different(jobs: Sequence[LoadedJob], combinations: Sequence[Combination]) -> None:
-    """Refuse values that mean the same, such as 0.001 and 1e-3: the runs would be the same."""
-    first_with: dict[str, Combination] = {}
-    for loaded, combination in zip(jobs, combinations, strict=True):
-        earlier = first_with.setdefault(loaded.job.model_dump_json(), combination)
-        if earlier is not combination:
-            first, second = (", ".join(map("=".join, values.items())) for values in (earlier, combination))
-            raise Mistake(f"--grid: {first} and {second} are the same job")
-
-
 def _measure(jobs: Sequence[LoadedJob]) -> BestBy:
     measures = set()
     for loaded in jobs:
@@ -119,12 +117,6 @@ def _rungs(jobs: Sequence[LoadedJob]) -> tuple[Rung, ...]:
         raise Mistake("--halving: judges runs by their validation scores; the job needs data.valid")
     [(duration, every)] = settings
     return rungs_for(len(jobs), duration, every)
-
-
-def _digest(jobs: Sequence[LoadedJob], rungs: Sequence[Rung]) -> str:
-    """Return a digest of all that the sweep will do: the same command always finds the same sweep."""
-    contents = [loaded.job.model_dump_json() for loaded in jobs], [asdict(rung) for rung in rungs]
-    return hashlib.sha256(json.dumps(contents).encode()).hexdigest()[:16]
 
 
 def create_sweep(prepared: PreparedSweep, progress: PackProgress) -> Sweep:

@@ -85,7 +85,11 @@ class DriverSeat:
             self._let_go()
             return False
         if last is not None:
-            self._clean_up(last)
+            # Remove what the driver before this one could not, because it was killed.
+            with suppress(OSError):
+                _lock_path(last).unlink(missing_ok=True)
+            with suppress(StoreError):
+                self._sweep.store.remove_unfinished(self._sweep.key(""))
         self.number, self.other, self._over = driver.number, None, threading.Event()
         self._thread = threading.Thread(target=self._beat, args=(driver.number, self._over), name="beat", daemon=True)
         self._thread.start()
@@ -114,13 +118,6 @@ class DriverSeat:
             with suppress(StoreError):  # a store that is away is away for the others, too
                 self._sweep.put_beat(number, DriverBeat(count))
             over.wait(LEASE_SECONDS)
-
-    def _clean_up(self, gone: SweepDriver) -> None:
-        """Remove what the driver before this one could not, because it was killed."""
-        with suppress(OSError):
-            _lock_path(gone).unlink(missing_ok=True)
-        with suppress(StoreError):
-            self._sweep.store.remove_unfinished(self._sweep.key(""))
 
     def _is_gone(self, driver: SweepDriver) -> bool:
         beat = self._sweep.beat(driver.number) or DriverBeat(0)
@@ -172,13 +169,11 @@ class WatchedTrial:
             elif point.kind in ("start", "valid"):
                 self._evaluations.append(replace(point, samples=()))
                 if point.kind == "valid":
-                    self._reached[point.generation, point.step] = self._progress(point, plan.unit)
+                    progress = float(point.step)
+                    if plan.unit != "steps" and self._last is not None:
+                        progress = self._last.values["epoch" if plan.unit == "epochs" else "elapsed_seconds"]
+                    self._reached[point.generation, point.step] = progress
         self._evaluations = surviving(self._evaluations)
-
-    def _progress(self, point: Point, unit: str) -> float:
-        if unit == "steps" or self._last is None:
-            return float(point.step)
-        return self._last.values["epoch" if unit == "epochs" else "elapsed_seconds"]
 
     def scores(self, plan: SweepPlan) -> tuple[RungScore, ...]:
         """Return the score at each rung that the run has passed: of the first evaluation there or later."""
@@ -209,14 +204,11 @@ class SweepDrive:
         self._views: list[TrialView] = []
         self._was_driving = True
         self._has_started = False
-        self._fleets = self._divided_fleet(parallel)
-
-    def _divided_fleet(self, parallel: int | None) -> list[FleetKind | None]:
-        """Return the part of the fleet of each run that trains at the same time; None is that of its job."""
-        if not self._plan.fleet:
-            return [None] * (parallel or self._plan.parallel)
-        kind = FleetSettings.model_validate(self._plan.fleet).kind
-        return list(kind.divided(parallel or self._plan.parallel))
+        # The part of the fleet of each run that trains at the same time; None is that of its job.
+        self._fleets: list[FleetKind | None] = [None] * (parallel or self._plan.parallel)
+        if self._plan.fleet:
+            kind = FleetSettings.model_validate(self._plan.fleet).kind
+            self._fleets = list(kind.divided(parallel or self._plan.parallel))
 
     def look(self) -> bool:
         """Read what is new and act on it; True if the sweep is over."""
@@ -232,7 +224,10 @@ class SweepDrive:
         actions = next_actions(self._plan, self._views, self._settled, free)
         if drives:
             for number in actions.stop:
-                self._stop(self._watched[number])
+                if number not in self._stopping:
+                    self._stopping.add(number)
+                    reason = f"{PAUSED} {self._sweep.name} at rung {len(self._settled) + 1}"
+                    self._watched[number].run.request_stop(reason)
             if actions.settled is not None:
                 self._settle(actions.settled)
             for number in actions.start:
@@ -333,11 +328,6 @@ class SweepDrive:
         names = ", ".join(self._plan.trial(trial_number).run for trial_number in dropped)
         early = f"; stopped early: {names}" if names else ""
         self._say(f"rung {number} of {len(self._plan.rungs)} ({at}): kept {len(result.survivors)}{early}")
-
-    def _stop(self, watched: WatchedTrial) -> None:
-        if watched.trial.number not in self._stopping:
-            self._stopping.add(watched.trial.number)
-            watched.run.request_stop(f"{PAUSED} {self._sweep.name} at rung {len(self._settled) + 1}")
 
     def _start(self, number: int) -> None:
         watched, trial = self._watched.get(number), self._plan.trial(number)

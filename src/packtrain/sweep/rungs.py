@@ -96,17 +96,13 @@ def next_actions(plan: SweepPlan, views: Sequence[TrialView], settled: Sequence[
     if len(finished) == len(views):
         if rung is None:
             return Actions(stop=late, over=not late)
-        return Actions(stop=late, settled=_settle(rung, round_, views, plan.lower))
+        # The round is over; those of its runs that have the best scores train on.
+        scores = {view.number: view.scores[round_] if len(view.scores) > round_ else None for view in views}
+        best = [number for number in ranked(scores, plan.lower)[: rung.keep] if scores[number] is not None]
+        values = {str(number): None if score is None else score.score for number, score in scores.items()}
+        return Actions(stop=late, settled=RungResult(values, tuple(sorted(best))))
     startable = [view for view in views if view.state in ("new", "idle") and view.number not in finished]
     # Those that have trained before come first: their checkpoints are closer to the rung.
     startable.sort(key=lambda view: (view.state == "new", view.number))
     start = tuple(view.number for view in startable[: max(0, free)])
     return Actions(start, (*late, *(view.number for view in views if view.number in passed & running)))
-
-
-def _settle(rung: Rung, round_: int, views: Sequence[TrialView], lower: bool) -> RungResult:
-    """Return the scores of a round that is over, and the runs that train on."""
-    scores = {view.number: view.scores[round_] if len(view.scores) > round_ else None for view in views}
-    best = [number for number in ranked(scores, lower)[: rung.keep] if scores[number] is not None]
-    values = {str(number): None if score is None else score.score for number, score in scores.items()}
-    return RungResult(values, tuple(sorted(best)))
