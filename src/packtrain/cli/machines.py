@@ -135,7 +135,7 @@ def attach(
     latest, leases = run.latest_generation(), {lease.node: lease for lease in run.leases()}
     first = latest.members[0].node if latest is not None else next(iter(leases), None)
     lease = leases.get(node or first or "")
-    if fleet.trains_here:
+    if fleet.trains_here:  # the shell starts in the directory of the node of the run
         directory = None if lease is None else node_directory(run, lease.node)
         if directory is not None and directory.is_dir():
             os.chdir(directory)
