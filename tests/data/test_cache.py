@@ -8,6 +8,7 @@ import threading
 import time
 import traceback
 from collections.abc import Callable
+from contextlib import closing
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -487,7 +488,7 @@ def eventually(condition: Callable[[], bool]) -> None:
 
 def test_shards_are_downloaded_in_order_a_few_ahead_of_their_use() -> None:
     fetched: list[int] = []
-    with Prefetch(fetched.append, [5, 3, 9, 1, 7], ahead=2, threads=1) as prefetch:
+    with closing(Prefetch(fetched.append, [5, 3, 9, 1, 7], ahead=2, threads=1)) as prefetch:
         eventually(lambda: len(fetched) >= 2 and waits_in([*prefetch._threads], threading.Semaphore.acquire))
         assert fetched == [5, 3]
         prefetch.used(5)
@@ -500,7 +501,7 @@ def test_shards_are_downloaded_in_order_a_few_ahead_of_their_use() -> None:
 
 def test_several_shards_are_downloaded_in_parallel() -> None:
     together = threading.Barrier(3)
-    with Prefetch(lambda _: together.wait(PATIENCE_SECONDS), range(3), threads=3):
+    with closing(Prefetch(lambda _: together.wait(PATIENCE_SECONDS), range(3), threads=3)):
         pass
     assert not together.broken
 
@@ -513,7 +514,7 @@ def test_a_failed_download_ahead_is_left_to_the_reader() -> None:
         if number == 1:
             raise PacktrainError("it is damaged")
 
-    with Prefetch(fetch, range(3), threads=1):
+    with closing(Prefetch(fetch, range(3), threads=1)):
         eventually(lambda: fetched == [0, 1, 2])
 
 

@@ -41,16 +41,6 @@ def _affine(image: Image.Image, *matrix: float) -> Image.Image:
     return image.transform(image.size, Image.Transform.AFFINE, matrix, Image.Resampling.NEAREST, fillcolor=_FILL)
 
 
-def _shear_x(image: Image.Image, strength: float) -> Image.Image:
-    slope = 0.3 * strength
-    return _affine(image, 1, slope, -slope * image.height / 2, 0, 1, 0)
-
-
-def _shear_y(image: Image.Image, strength: float) -> Image.Image:
-    slope = 0.3 * strength
-    return _affine(image, 1, 0, 0, slope, 1, -slope * image.width / 2)
-
-
 OPERATIONS: Mapping[str, Operation] = {
     "identity": lambda image, _: image,
     "autocontrast": lambda image, _: ImageOps.autocontrast(image),
@@ -62,8 +52,8 @@ OPERATIONS: Mapping[str, Operation] = {
     "brightness": lambda image, strength: ImageEnhance.Brightness(image).enhance(1 + 0.9 * strength),
     "sharpness": lambda image, strength: ImageEnhance.Sharpness(image).enhance(1 + 0.9 * strength),
     "rotate": lambda image, strength: image.rotate(30 * strength, Image.Resampling.NEAREST, fillcolor=_FILL),
-    "shear_x": _shear_x,
-    "shear_y": _shear_y,
+    "shear_x": lambda image, strength: _affine(image, 1, 0.3 * strength, -0.3 * strength * image.height / 2, 0, 1, 0),
+    "shear_y": lambda image, strength: _affine(image, 1, 0, 0, 0.3 * strength, 1, -0.3 * strength * image.width / 2),
     "translate_x": lambda image, strength: _affine(image, 1, 0, 0.45 * strength * image.width, 0, 1, 0),
     "translate_y": lambda image, strength: _affine(image, 1, 0, 0, 0, 1, 0.45 * strength * image.height),
 }

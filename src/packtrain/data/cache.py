@@ -327,20 +327,16 @@ class Prefetch:
     def _work(self) -> None:
         while True:
             self._room.acquire()
-            number = self._next()
+            with self._lock:
+                unused = (shard for shard in self._left if shard not in self._used)
+                number = None if self._closed else next(unused, None)
+                if number is not None:
+                    self._waiting.add(number)
             if number is None:
                 self._room.release()  # wakes the next thread, which then ends too
                 return
             with suppress(PacktrainError):
                 self._fetch(number)
-
-    def _next(self) -> int | None:
-        """Return the next shard that was not used yet; None at the end."""
-        with self._lock:
-            number = None if self._closed else next((shard for shard in self._left if shard not in self._used), None)
-            if number is not None:
-                self._waiting.add(number)
-            return number
 
     def used(self, number: int) -> None:
         with self._lock:
@@ -356,9 +352,3 @@ class Prefetch:
         self._room.release()
         for thread in self._threads:
             thread.join()
-
-    def __enter__(self) -> Prefetch:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.close()

@@ -143,22 +143,6 @@ class RankBatches(Iterator[LoadedBatch]):
         at, batch = self._at, batches[self._at.batch]
         ids, ids_repeats = self._share(batch), self._share(repeats)
         is_last = at.batch + 1 == len(batches)
-        micro_batches = self._divided(batch)
-        ends = np.cumsum([len(micro_batch) for micro_batch in micro_batches])
-        with_repeats = zip(micro_batches, np.split(ids_repeats, ends[:-1]), strict=True)
-        return LoadedBatch(
-            tuple(self.collate(micro_batch, at.epoch, turns) for micro_batch, turns in with_repeats),
-            ids,
-            ids_repeats,
-            int(self.order.costs[batch].sum()),
-            int(self.order.costs[ids].sum()),
-            len(batch),
-            at,
-            Position(at.epoch + 1, 0) if is_last else Position(at.epoch, at.batch + 1),
-            len(batches),
-        )
-
-    def _divided(self, batch: Ids) -> list[Ids]:
         # Every rank computes the counts of all others by itself: nothing has to be exchanged.
         order, ranks = self.order, range(self.num_ranks) if self.equal_counts else [self.rank]
         divided = {
@@ -168,7 +152,20 @@ class RankBatches(Iterator[LoadedBatch]):
             for rank in ranks
         }
         count = max(map(len, divided.values()))
-        return divided[self.rank] + [batch[:0]] * (count - len(divided[self.rank]))
+        rank_batches = divided[self.rank] + [batch[:0]] * (count - len(divided[self.rank]))
+        ends = np.cumsum([len(micro_batch) for micro_batch in rank_batches])
+        with_repeats = zip(rank_batches, np.split(ids_repeats, ends[:-1]), strict=True)
+        return LoadedBatch(
+            tuple(self.collate(micro_batch, at.epoch, turns) for micro_batch, turns in with_repeats),
+            ids,
+            ids_repeats,
+            int(order.costs[batch].sum()),
+            int(order.costs[ids].sum()),
+            len(batch),
+            at,
+            Position(at.epoch + 1, 0) if is_last else Position(at.epoch, at.batch + 1),
+            len(batches),
+        )
 
     def _share(self, batch: Ids) -> Ids:
         return share(batch, self.rank, self.num_ranks, self.order.group)

@@ -7,8 +7,8 @@ import threading
 from collections import OrderedDict
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
-from functools import cached_property
+from contextlib import closing, contextmanager
+from functools import cached_property, partial
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -70,7 +70,8 @@ class Pack:
         if name not in self.manifest.splits:
             raise NotFound(f"pack {self.name} has no split {name!r}; it has {', '.join(self.manifest.splits)}")
         if name not in self._splits:
-            self._splits[name] = SplitReader(self.manifest.splits[name].shards, self._path_of, self._recheck)
+            recheck = partial(self._path_of, is_suspect=True)
+            self._splits[name] = SplitReader(self.manifest.splits[name].shards, self._path_of, recheck)
         return self._splits[name]
 
     def given_file(self, path: str) -> Path:
@@ -85,9 +86,6 @@ class Pack:
         if entry is None:
             raise NotFound(f"{key} not found in {self._store.url}; the run needs it")
         return self._cache.path_of(self._store, key, PackFile(path, entry.size, key.removeprefix(FILES)))
-
-    def _recheck(self, file: PackFile) -> None:
-        self._path_of(file, is_suspect=True)
 
     def _path_of(self, file: PackFile, is_suspect: bool = False) -> Path:
         self._keep()
@@ -129,7 +127,7 @@ class SplitReader:
         self,
         shards: Sequence[ShardFile],
         path_of: Callable[[ShardFile], Path],
-        recheck: Callable[[ShardFile], None] = lambda _: None,
+        recheck: Callable[[ShardFile], object] = lambda _: None,
         most_open: int | None = None,
     ) -> None:
         """`recheck` hashes the file of a shard that looks damaged, and replaces it if it is."""
@@ -248,7 +246,7 @@ class SplitReader:
     @contextmanager
     def prefetched(self, order: Sequence[int]) -> Iterator[None]:
         """Inside the block, download shards in this order, a few ahead of their use."""
-        with Prefetch(lambda number: self._path_of(self._shards[number]), order) as prefetch:
+        with closing(Prefetch(lambda number: self._path_of(self._shards[number]), order)) as prefetch:
             with self._lock:
                 self._prefetches.append(prefetch)
             try:

@@ -78,14 +78,11 @@ def numa_nodes(nodes: Path = Path("/sys/devices/system/node")) -> dict[int, froz
     cores_of_nodes = {}
     with suppress(OSError, ValueError):
         for place in nodes.glob("node[0-9]*/cpulist"):
-            cores_of_nodes[int(place.parent.name.removeprefix("node"))] = _numbers(place.read_text("utf-8"))
+            # A list of the kernel's, such as `0-3,8-11`.
+            spans = [span.split("-") for span in place.read_text("utf-8").strip().split(",") if span]
+            cores = frozenset(core for span in spans for core in range(int(span[0]), int(span[-1]) + 1))
+            cores_of_nodes[int(place.parent.name.removeprefix("node"))] = cores
     return dict(sorted(cores_of_nodes.items()))
-
-
-def _numbers(text: str) -> frozenset[int]:
-    """Read a list of the kernel's, such as `0-3,8-11`."""
-    spans = [span.split("-") for span in text.strip().split(",") if span]
-    return frozenset(number for span in spans for number in range(int(span[0]), int(span[-1]) + 1))
 
 
 def node_of_gpu(address: str, devices: Path = Path("/sys/bus/pci/devices")) -> int | None:

@@ -336,7 +336,11 @@ def _ground_truth(paths: tuple[str, ...]) -> GroundTruth:
             if row.isdigit():
                 raise Mistake(f"{path}:{line}: {row} is a number; also name the devkit, or the list that it indexes")
         return GroundTruth(path, rows)
-    synsets = _synsets(paths[2])
+    synsets = [row.split()[0] for row in _rows(read_lines(Path(paths[2])), paths[2])]
+    lines: dict[str, int] = {}
+    for line, name in enumerate(synsets, 1):
+        if lines.setdefault(name, line) != line:
+            raise Mistake(f"{paths[2]}:{line}: {printable(name)} occurs twice")
     if tuple(rows[:4]) == _DEVKIT_START and len(synsets) >= 1000 and synsets[489] != _DEVKIT_FIRST:
         raise Mistake(
             f"{paths[2]}: not in the order of the devkit (meta.mat, by ILSVRC2012_ID), which {path} uses:"
@@ -382,15 +386,6 @@ def _kaggle_truth(rows: list[str], place: str) -> GroundTruth:
         indexes[name] = len(classes)
         classes.append(words[0])
     return GroundTruth(place, classes, indexes)
-
-
-def _synsets(path: str) -> list[str]:
-    names = [row.split()[0] for row in _rows(read_lines(Path(path)), path)]
-    lines: dict[str, int] = {}
-    for line, name in enumerate(names, 1):
-        if lines.setdefault(name, line) != line:
-            raise Mistake(f"{path}:{line}: {printable(name)} occurs twice")
-    return names
 
 
 def _rows(lines: Iterable[str], place: str) -> list[str]:

@@ -165,25 +165,21 @@ def find_manifest(store: Store, pack: str) -> Manifest | None:
                 " pack the data again"
             )
         manifest = decode(Manifest, data, place)
-        if not _is_sound(manifest, pack):
+        fits_together = (
+            manifest.name == pack
+            and manifest.kind in PACK_KINDS
+            and "train" in manifest.splits
+            and all(
+                split.samples == sum(split.sources) == sum(shard.samples for shard in split.shards)
+                for name, split in manifest.splits.items()
+                if not is_copy(name)  # copies are compared with their originals
+            )
+        )
+        if not fits_together:
             raise DamagedRecord(place)
         return manifest
     except DamagedRecord as error:
         raise DamagedRecord(f"{place} is damaged; delete it and pack again") from error
-
-
-def _is_sound(manifest: Manifest, pack: str) -> bool:
-    """True if the parts of a manifest fit each other."""
-    return (
-        manifest.name == pack
-        and manifest.kind in PACK_KINDS
-        and "train" in manifest.splits
-        and all(
-            split.samples == sum(split.sources) == sum(shard.samples for shard in split.shards)
-            for name, split in manifest.splits.items()
-            if not is_copy(name)  # copies are compared with their originals
-        )
-    )
 
 
 def missing_files(store: Store, manifest: Manifest) -> list[str]:

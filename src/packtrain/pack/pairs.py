@@ -150,14 +150,10 @@ def _learn(packing: Packing, contents: PackContents) -> tuple[Vocabulary, Vocabu
             characters += len(pair.source) + len(pair.target)
             if len(fingerprints) % _ADVANCE_EVERY == 0:
                 advance(_ADVANCE_EVERY)
-    with packing.progress.track("learning the vocabulary", None) as advance:
-        return _fit(packing, min(1.0, FIT_CHARACTERS / max(1, characters)), advance)
+    share = min(1.0, FIT_CHARACTERS / max(1, characters))
 
-
-def _fit(packing: Packing, share: float, advance: Advance) -> tuple[Vocabulary, Vocabulary]:
-    """Learn the vocabularies from a share of the training pairs, evenly spaced."""
-
-    def sample() -> Iterator[TextPair]:
+    def sample(advance: Advance) -> Iterator[TextPair]:
+        """Yield that share of the pairs, evenly spaced."""
         for number, (_, _, _, pair) in enumerate(_usable_pairs(packing, DropCounter(), DropCounter()), 1):
             if number % _ADVANCE_EVERY == 0:
                 advance(_ADVANCE_EVERY)
@@ -165,11 +161,12 @@ def _fit(packing: Packing, share: float, advance: Advance) -> tuple[Vocabulary, 
                 yield pair
 
     size = packing.data.vocabulary
-    if packing.data.joint:
-        joint = Vocabulary.fit((side for pair in sample() for side in (pair.source, pair.target)), size)
-        return joint, joint
-    source = Vocabulary.fit((pair.source for pair in sample()), size)
-    return source, Vocabulary.fit((pair.target for pair in sample()), size)
+    with packing.progress.track("learning the vocabulary", None) as advance:
+        if packing.data.joint:
+            joint = Vocabulary.fit((side for pair in sample(advance) for side in (pair.source, pair.target)), size)
+            return joint, joint
+        source = Vocabulary.fit((pair.source for pair in sample(advance)), size)
+        return source, Vocabulary.fit((pair.target for pair in sample(advance)), size)
 
 
 Chosen = Iterator[tuple[int, int, TextPair]]

@@ -217,19 +217,15 @@ def _coding(image: Image.Image) -> Coding:
     if any(component[3] not in image.quantization for component in image.layer):
         return Coding()
     tables = tuple(tuple(image.quantization[component[3]]) for component in image.layer)
-    is_rgb = _is_stored_as_rgb(image)
+    # As decoders take the colors.
+    is_rgb = image.mode == "RGB" and "jfif" not in image.info
+    if is_rgb and "adobe_transform" in image.info:
+        is_rgb = bool(image.info["adobe_transform"] == 0)
+    elif is_rgb:
+        is_rgb = bytes(component[0] for component in image.layer) == b"RGB"
     subsampling = "4:2:0" if image.mode == "L" else _SUBSAMPLINGS.get(get_sampling(image), "4:4:4")
     tables = tables[:2] if tables[1:2] == tables[2:3] else tables
     return Coding("4:4:4" if is_rgb else subsampling, tables=tables, is_rgb=is_rgb)
-
-
-def _is_stored_as_rgb(image: JpegImageFile) -> bool:
-    """Return what decoders take the colors of a JPEG for."""
-    if image.mode != "RGB" or "jfif" in image.info:
-        return False
-    if "adobe_transform" in image.info:
-        return bool(image.info["adobe_transform"] == 0)
-    return bytes(component[0] for component in image.layer) == b"RGB"
 
 
 def _in_whole_blocks(data: bytes, image: Image.Image, coding: Coding) -> Image.Image | None:

@@ -158,7 +158,12 @@ class Download:
             headers = {"Range": f"bytes={fetched}-", "If-Range": self.version.condition}
         with self.client.request("GET", self.url, headers) as answer:
             _check_status(answer, self.url, allowed=(200, 206, 416) if headers else (200,))
-            _check_encoding(answer, self.url)
+            # Whatever was asked for, a server may compress; and it may label a .gz file as gzip.
+            coding = printable(answer.headers.get("Content-Encoding", "").strip().lower())[:40]
+            is_own = coding in ("gzip", "x-gzip") and urlsplit(self.url).path.endswith(("gz", "GZ"))
+            if not is_own and _CODINGS & {word.strip() for word in coding.split(",")}:
+                advice = "download the file yourself"
+                raise Mistake(f"{shown(self.url)}: the server sends it compressed ({coding}); {advice}")
             current = RemoteVersion.of(answer.headers)
             if self.version.differs(current):
                 return current
@@ -503,14 +508,6 @@ def _check_status(answer: HTTPResponse, url: str, allowed: tuple[int, ...]) -> N
     if answer.status in (401, 403, 407):
         words = "access denied; a signed URL may have expired"
     raise Mistake(f"{shown(url)}: {words} ({answer.status})")
-
-
-def _check_encoding(answer: HTTPResponse, url: str) -> None:
-    """Refuse a file that the server compresses although it was not asked to; a .gz file may be labeled as gzip."""
-    coding = printable(answer.headers.get("Content-Encoding", "").strip().lower())[:40]
-    is_own = coding in ("gzip", "x-gzip") and urlsplit(url).path.endswith(("gz", "GZ"))
-    if not is_own and _CODINGS & {word.strip() for word in coding.split(",")}:
-        raise Mistake(f"{shown(url)}: the server sends it compressed ({coding}); download the file yourself")
 
 
 def check_size(name: str, size: int | None, max_bytes: int) -> None:

@@ -257,27 +257,22 @@ _GPU_FAMILIES: Mapping[str, tuple[str, Mapping[str, tuple[int, int, int, float]]
 def aws_hardware(instance: str) -> Hardware | None:
     """Return an instance type of AWS, such as g5.xlarge; None if the table does not have it."""
     family, _, size = instance.partition(".")
-    if family in _GPU_FAMILIES:
-        name, sizes = _GPU_FAMILIES[family]
-        if size not in sizes:
-            return None
-        gpus, cores, gib, gbits = sizes[size]
-        return Hardware(GPUS[name], gpus, cores, gib * _GIB, _aws_link(gbits, instance))
-    if family in _CPU_FAMILIES:
-        device, gib, network = _CPU_FAMILIES[family]
-        if size not in _NETWORKS[network]:
-            return None
+    gpu, sizes = _GPU_FAMILIES.get(family, ("", {}))
+    core, core_gib, network = _CPU_FAMILIES.get(family, (_UNKNOWN_CORE, 0, ""))
+    if size in sizes:
+        device, (gpus, cores, gib, gbits) = GPUS[gpu], sizes[size]
+    elif size in _NETWORKS.get(network, ()):
+        device, gpus, gbits = core, 0, _NETWORKS[network][size]
         cores = 2 if size in ("medium", "large") else 4 * int(size.removesuffix("xlarge") or "1")
-        return Hardware(device, 0, cores, cores * gib * _GIB, _aws_link(_NETWORKS[network][size], instance))
-    return None
-
-
-def _aws_link(gbits: float, instance: str) -> Link:
-    return Link(gbits * 1e9 / 8, _AWS_LATENCY, f"{gbits:g} Gbit/s of {instance}, {_AWS}")
+        gib = cores * core_gib
+    else:
+        return None
+    link = Link(gbits * 1e9 / 8, _AWS_LATENCY, f"{gbits:g} Gbit/s of {instance}, {_AWS}")
+    return Hardware(device, gpus, cores, gib * _GIB, link)
 
 
 # IBM Cloud, classic virtual servers: AC2_8X60X100 has 8 vCPUs, 60 GB and a disk of 100 GB.
-_IBM = "https://cloud.ibm.com/docs/virtual-servers?topic=virtual-servers-about-virtual-server-profiles"
+# https://cloud.ibm.com/docs/virtual-servers?topic=virtual-servers-about-virtual-server-profiles
 _FLAVOR = re.compile(r"([A-Z]+[0-9])_([0-9]+)X([0-9]+)X[0-9]+")
 _FLAVOR_GPUS = {"AC1": "p100", "AC2": "v100", "ACL1": "p100", "ACL2": "v100"}
 _VCPUS_PER_GPU = 8

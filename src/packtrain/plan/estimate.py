@@ -267,7 +267,11 @@ def estimate(work: Workload, goal: Goal, speed: Speed, layout: Layout, link: Lin
         needed = max(needed, _needed(work, speed, computed, sent))
         batch += phase.share * phase.batch
     step = compute + exchange + data
-    memory = _most_memory(work, goal, speed, ranks)
+    memory = max(memory_of(work, speed.kind, ranks, phase) for phase in goal.phases)
+    if speed.memory_bytes is not None:
+        # Measured in steps of the first epoch, which evaluated only a few samples.
+        unmeasured = memory_of(replace(work, evaluation_bytes=0.0), speed.kind, ranks)
+        memory = speed.memory_bytes + max(0, memory - unmeasured)
     fits = not layout.memory_bytes or memory <= layout.memory_bytes
     steps, evaluation, seconds = _whole_run(work, goal, speed, ranks, step)
     paid = 1 if layout.shared else layout.machines
@@ -332,15 +336,6 @@ def memory_of(work: Workload, kind: DeviceKind, ranks: int, phase: StepKind = _F
     if kind == "gpu":  # its allocator gives the memory of activations to the evaluation
         return int(_BASE_BYTES[kind] + state + max(activations * (_HALF_ACTIVATIONS if work.half else 1.0), evaluation))
     return int(_BASE_BYTES[kind] + state + activations + evaluation)
-
-
-def _most_memory(work: Workload, goal: Goal, speed: Speed, ranks: int) -> int:
-    estimated = max(memory_of(work, speed.kind, ranks, phase) for phase in goal.phases)
-    if speed.memory_bytes is None:
-        return estimated
-    # Measured in steps of the first epoch, which evaluated only a few samples.
-    unmeasured = memory_of(replace(work, evaluation_bytes=0.0), speed.kind, ranks)
-    return speed.memory_bytes + max(0, estimated - unmeasured)
 
 
 def _whole_run(work: Workload, goal: Goal, speed: Speed, ranks: int, step: float) -> tuple[int, float, float]:

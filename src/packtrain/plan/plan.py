@@ -114,7 +114,7 @@ def make_plan(loaded: LoadedJob, request: PlanRequest, say: Say) -> Plan:
         unit = recipe_class(job.recipe, loaded.code).unit
         work = workload_of(job.train, unit, model, data, hardware.gpus > 0)
         speeds = _Speeds(loaded, request, recipe, store, hardware, work, say)
-        measured = speeds.find(_counts(job, request), in_table)
+        measured, speed_notes = speeds.find(_counts(job, request), in_table)
     goal = goal_of(job, work)
     estimates = with_efficiency(
         [estimate(work, goal, speed, layout, measured.link) for layout, speed in measured.speeds]
@@ -125,13 +125,13 @@ def make_plan(loaded: LoadedJob, request: PlanRequest, say: Say) -> Plan:
         notes = [*notes, "the data is not packed: its size is estimated from its first samples"]
     elif request.device is None and request.link is None:  # else it is about machines that the job does not name
         assert recipe is not None
-        remember_speeds(job, recipe.pack.name, KnownSpeeds(work, measured.link, tuple(measured.speeds)))
+        remember_speeds(job, recipe.pack.name, measured)
     sources = "; ".join(dict.fromkeys(speed.source for _, speed in measured.speeds))
     if job.train.scale_rate is not None:
         notes = [*notes, job.train.scale_rate.in_words(job.train.batch)]
     return Plan(
         job.name, job.recipe, job.model.size, recipe.pack.name if recipe is not None and data.exact else None, work,
-        goal, show_saves(job), sources, measured.link, (*notes, *measured.notes), tuple(estimates),
+        goal, show_saves(job), sources, measured.link, (*notes, *speed_notes), tuple(estimates),
         choose(estimates),
     )  # fmt: skip
 
@@ -174,12 +174,12 @@ def _sizes(
     say("building the model")
     if head is None:
         return data_size(recipe), model_size(recipe), recipe, store
-    costs = np.split(recipe.costs, np.cumsum(head.manifest.splits["train"].sources)[:-1])
     train = head.manifest.splits["train"]
-    read_bytes, larger = train.shard_bytes, sum(head.samples["train"]) / train.samples
+    costs = np.split(recipe.costs, np.cumsum(train.sources)[:-1])
+    larger = sum(head.samples["train"]) / train.samples
     valid, test = (sum(head.samples.get(split, ())) for split in ("valid", "test"))
     means = [float(of_source.mean()) if len(of_source) else 1.0 for of_source in costs]
-    data = estimated_data(job, head.samples["train"], means, larger * read_bytes, valid, test)
+    data = estimated_data(job, head.samples["train"], means, larger * train.shard_bytes, valid, test)
     return data, model_size(recipe), recipe, store
 
 
@@ -275,13 +275,8 @@ def _counts(job: Job, request: PlanRequest) -> list[int]:
     return sorted(bounds | {count for count in _DEFAULT_MACHINES if count <= max(bounds) or not hasattr(kind, "hosts")})
 
 
-@dataclass(frozen=True)
-class FoundSpeeds:
-    """The speed for each number of machines, and the link between them."""
-
-    speeds: Sequence[tuple[Layout, Speed]]
-    link: Link
-    notes: Sequence[str] = ()
+FoundSpeeds = tuple[KnownSpeeds, Sequence[str]]
+"""The speed for each number of machines with the link between them, and notes about them."""
 
 
 class _Speeds:
@@ -315,7 +310,7 @@ class _Speeds:
             sharing = workers * (count if shared else 1)  # of the cores or GPUs of one machine
             speed = speed_from_table(self._work, hardware, sharing, self._job.evaluate.beam)
             speeds.append((Layout(count, workers, hardware.worker_memory_bytes(sharing), shared), speed))
-        return FoundSpeeds(speeds, hardware.link, [*notes, *self._sharing(counts)])
+        return KnownSpeeds(self._work, hardware.link, tuple(speeds)), [*notes, *self._sharing(counts)]
 
     def _sharing(self, counts: Sequence[int]) -> list[str]:
         """Return a note if several machines of the plan are this one."""
@@ -343,8 +338,8 @@ class _Speeds:
                 if not measured:
                     return self._from_table(counts, [f"could not be measured here: {error}"])
                 break
-        speeds = [self._nearest(measured, count, is_own) for count in counts]
-        return FoundSpeeds(speeds, self._hardware.link, [*notes, *self._sharing(counts)])
+        speeds = tuple(self._nearest(measured, count, is_own) for count in counts)
+        return KnownSpeeds(self._work, self._hardware.link, speeds), [*notes, *self._sharing(counts)]
 
     def _on_fleet(self, counts: Sequence[int]) -> FoundSpeeds:
         """Measure on as many machines of the fleet as there are, and the links between them."""
@@ -377,8 +372,8 @@ class _Speeds:
                 measured[count] = self._probe(chosen, workers, secrets)
         if not measured:
             measured[len(usable)] = self._probe(usable, workers, secrets)
-        speeds = [self._nearest(measured, count, self._fleet.trains_here) for count in counts]
-        return FoundSpeeds(speeds, link, notes)
+        speeds = tuple(self._nearest(measured, count, self._fleet.trains_here) for count in counts)
+        return KnownSpeeds(self._work, link, speeds), notes
 
     def _measured_link(self, usable: Sequence[Usable], store: Store, key: str, secrets: dict[str, str]) -> Link:
         count = sum(len(place.machines) for place in usable)
