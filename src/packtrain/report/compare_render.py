@@ -19,21 +19,13 @@ from packtrain.report.compare import (
     show_step,
     units_per_second,
 )
-from packtrain.report.page import MAX_POINTS, Series, escape, html_table, line_chart, nice_ticks, page
+from packtrain.report.page import MAX_POINTS, Series, escape, html_table, line_chart, nice_ticks, page, style_sheet
 from packtrain.units import show_score, show_seconds, show_speed
 
 _CHART_WIDTH, _CHART_HEIGHT = 80, 12
 _SHORT = 20  # characters of what values share that stay before what differs
 
-STYLE = """
-h2 { font-size: 1.1rem; margin: 2rem 0 .5rem; } td, th { padding: .3rem .8rem .3rem 0; }
-.charts { display: grid; grid-template-columns: repeat(auto-fit, minmax(min(100%, 480px), 1fr)); gap: 1rem; }
-figure { margin: 0; border: 1px solid var(--line); border-radius: 8px; padding: .6rem; }
-.bar { display: flex; height: 1.2rem; } .bar span { background: currentColor; } .label { color: var(--ink); }
-code { font: 13px/1.5 ui-monospace, monospace; overflow-wrap: anywhere; }
-.s4 { color: #b8860b; } .s5 { color: #c2185b; } .s6 { color: #00838f; } .s7 { color: #6d4c41; } .s8 { color: #7b8794; }
-.s9 { color: #558b2f; }
-"""
+STYLE = style_sheet("compare.css")
 """The style of pages about several runs: as the report has it, with more colors."""
 
 

@@ -17,7 +17,7 @@ from packtrain.pack.kind import ShownSample, kind_of
 from packtrain.pack.manifest import Split, is_copy
 from packtrain.pack.shard import Columns
 from packtrain.report.pack_stats import Bar, ColumnsOf, PackStats, SplitStats
-from packtrain.report.page import POLICY, WIDTH, escape, page, wide
+from packtrain.report.page import POLICY, WIDTH, escape, page, style_sheet, wide
 from packtrain.units import show_bytes, show_count
 
 if TYPE_CHECKING:
@@ -33,23 +33,7 @@ _TEXT_LENGTH = 500
 _WORDS = {"split", "", "reason", "examples", "class", "by source"}
 """Heads of columns with words; all others have numbers, which are right-aligned and never wrapped."""
 _NAMES_WIDTH, _ROW_HEIGHT, _NAME_LENGTH, _COUNT_WIDTH = 190, 17, 30, 60
-_STYLE = """
-h1 { overflow-wrap: anywhere; } h2 { font-size: 1.25rem; margin: 2.5rem 0 .5rem; }
-h3 { font-size: 1rem; margin: 1.5rem 0 .5rem; }
-td, th { padding: .3rem 1.2rem .3rem 0; overflow-wrap: anywhere; } .text { width: 48%; }
-.number { text-align: right; white-space: nowrap; font-variant-numeric: tabular-nums; }
-.charts { display: grid; grid-template-columns: repeat(auto-fill, minmax(min(100%, 460px), 1fr)); gap: 1rem;
-  margin: 1rem 0; align-items: start; }
-.charts figure { margin: 0; border: 1px solid var(--line); border-radius: 8px; padding: .6rem .8rem; }
-.name { font-size: 11px; fill: var(--ink); } .bar { fill: var(--s0); }
-.sheet { display: grid; grid-template-columns: repeat(auto-fill, minmax(128px, 1fr)); gap: 1rem .75rem; }
-.sheet figure { margin: 0; min-width: 0; }
-.frame { display: flex; align-items: center; justify-content: center; height: 128px; background: var(--shade);
-  border-radius: 6px; color: var(--dim); font-size: .8rem; overflow: hidden; }
-.frame img { width: 100%; height: 100%; object-fit: contain; } .small { image-rendering: pixelated; }
-.sheet figcaption { color: var(--ink); line-height: 1.3; margin: .3rem 0 0; overflow: hidden; overflow-wrap: anywhere;
-  display: -webkit-box; -webkit-box-orient: vertical; -webkit-line-clamp: 3; }
-"""
+_STYLE = style_sheet("pack.css")
 
 
 class StatsTable(NamedTuple):

@@ -10,6 +10,7 @@ import html
 import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
+from pathlib import Path
 
 from packtrain.errors import harmless
 from packtrain.observe.columns import thinned
@@ -20,23 +21,13 @@ POLICY = "default-src 'none'; style-src 'unsafe-inline'"
 WIDTH, HEIGHT = 560, 240
 """The size of a chart's view box."""
 
-_STYLE = """
-:root { color-scheme: light dark; --ink: #1d2733; --dim: #66727f; --paper: #fff; --line: #e3e8ee; --shade: #f3f5f8; }
-@media screen and (prefers-color-scheme: dark) { :root { --ink: #e6ebf0; --dim: #93a0ad; --paper: #14191f;
-  --line: #2b343d;  --shade: #1d242c; } }
-body { font: 15px/1.5 system-ui, sans-serif; color: var(--ink); background: var(--paper); max-width: 1180px;
-  margin: 2rem auto; padding: 0 1.25rem; }
-h1 { font-size: 1.6rem; margin: 0; } p { margin: .25rem 0; } .dim, figcaption, th { color: var(--dim); }
-table { border-collapse: collapse; width: 100%; } th { font-weight: normal; }
-td, th { text-align: left; vertical-align: top; border-bottom: 1px solid var(--line); }
-figcaption { font-size: .85rem; } svg { width: 100%; height: auto; display: block; }
-.grid { stroke: var(--line); } .mark { stroke: var(--dim); stroke-dasharray: 3 3; }
-.tick { font-size: 11px; fill: var(--dim); }
-.line { fill: none; stroke-width: 1.6; stroke: currentColor; } .dot { fill: currentColor; }
-.wide { overflow-x: auto; } .value { white-space: nowrap; }
-.key { margin-right: .8rem; display: inline-block; } figcaption .key { margin: 0 0 0 .8rem; }
-.key::before { content: "\\25CF  "; opacity: var(--fade, 1); }
-"""
+
+def style_sheet(name: str) -> str:
+    """Return a file beside this module, on lines of its own in the page."""
+    return "\n" + Path(__file__).with_name(name).read_text("utf-8")
+
+
+_STYLE = style_sheet("page.css")
 _LIGHT = "".join(f" --{name}: {light};" for name, (light, _) in COLORS.items())
 _DARK = "".join(f" --{name}: {dark};" for name, (_, dark) in COLORS.items())
 _COLORS = (

@@ -14,7 +14,7 @@ from packtrain.observe.spans import SPANS
 from packtrain.observe.status import Status
 from packtrain.report.finding import VERDICTS, Chart, Figure, Finding, Rows, Shares, Text, Topic
 from packtrain.report.learning import training_loss
-from packtrain.report.page import POLICY, Series, escape, html_table, line_chart, page, wide
+from packtrain.report.page import POLICY, Series, escape, html_table, line_chart, page, style_sheet, wide
 from packtrain.report.sample_view import STYLE as SAMPLE_STYLE
 from packtrain.report.sample_view import confusions, cut, samples_html
 from packtrain.run.records import Event, Sample
@@ -26,57 +26,7 @@ _MAX_SCORES = 4
 _MAX_CURVES = 60  # of a program's own numbers
 _FEW_POINTS = 20  # are drawn as dots: one alone is no line
 _MAX_EVENTS = 200  # a run of weeks must still be a page that opens
-_STYLE = """
-:root { --good: #1f7a4d; --note: #8f5e05; --bad: #c23b32; --unknown: #66727f; }
-@media screen and (prefers-color-scheme: dark) { :root { --good: #4cc38a; --note: #e2b14c; --bad: #ff8078;
-  --unknown: #93a0ad; } }
-body { max-width: 1020px; margin: 3rem auto 5rem; overflow-wrap: anywhere; } table { overflow-wrap: break-word; }
-h1 { font-size: 2rem; letter-spacing: -.02em; line-height: 1.2; }
-h2 { font-size: 1.15rem; margin: 2.6rem 0 .4rem; letter-spacing: -.01em; }
-.good { color: var(--good); } .note { color: var(--note); } .bad { color: var(--bad); }
-.unknown { color: var(--unknown); }
-.figures { display: flex; flex-wrap: wrap; gap: 1.1rem 2.4rem; margin: 1.6rem 0 .4rem; padding: 0; }
-.figures div { min-width: 4rem; } .figures dt { color: var(--dim); font-size: .85rem; }
-.figures dd { margin: 0; font-size: 1.45rem; font-weight: 600; letter-spacing: -.01em;
-  font-variant-numeric: tabular-nums; }
-.tally { margin-top: 1.4rem; display: flex; flex-wrap: wrap; gap: .2rem 1.2rem; }
-details { border-bottom: 1px solid var(--line); } h2 + details { border-top: 1px solid var(--line); }
-summary { display: grid; grid-template-columns: 1.5rem 1fr .8rem; gap: .8rem; padding: .8rem .2rem; cursor: pointer;
-  list-style: none; align-items: start; border-radius: 6px; }
-summary::-webkit-details-marker { display: none; } summary:hover { background: var(--shade); }
-summary:focus-visible { outline: 2px solid var(--s0); }
-summary::after { content: ""; width: .45rem; height: .45rem; margin-top: .55rem; border: solid var(--dim);
-  border-width: 0 1.5px 1.5px 0; transform: rotate(45deg); transition: transform .15s; }
-details[open] > summary::after { transform: rotate(225deg); margin-top: .75rem; }
-.verdict { width: 1.5rem; height: 1.5rem; border-radius: 50%; background: currentColor; display: grid;
-  place-items: center; font-size: .85rem; font-weight: 700; line-height: 1; margin-top: .55rem;
-  print-color-adjust: exact; -webkit-print-color-adjust: exact; } .verdict b { color: var(--paper); }
-.question { color: var(--dim); font-size: .85rem; display: block; } .answer { display: block; }
-.evidence { padding: .1rem .2rem 1.3rem 2.5rem; } .evidence ul { margin: .2rem 0 1rem; padding-left: 1.1rem;
-  color: var(--dim); }
-.evidence li { margin: .25rem 0; }
-.charts { display: grid; grid-template-columns: repeat(auto-fill, minmax(min(100%, 400px), 1fr)); gap: 1rem;
-  margin: .8rem 0; }
-.charts figure { margin: 0; border: 1px solid var(--line); border-radius: 10px; padding: .7rem .8rem .3rem;
-  min-width: 0; }
-.wide { margin: .8rem 0; } td, th { padding: .35rem 1.1rem .35rem 0; } th { font-size: .85rem; }
-td { font-variant-numeric: tabular-nums; }
-.bar { display: flex; height: 1.5rem; border-radius: 7px; overflow: hidden; margin: .8rem 0 .5rem; }
-.bar span { background: currentColor; print-color-adjust: exact; -webkit-print-color-adjust: exact; }
-.label { color: var(--ink); } .time { white-space: nowrap; } .warning td { color: var(--note); }
-.hidden { position: absolute; width: 1px; height: 1px; overflow: hidden; clip-path: inset(50%); white-space: nowrap; }
-code, pre { font: 13px/1.5 ui-monospace, monospace; }
-pre { overflow-x: auto; background: var(--shade); border-radius: 8px; padding: .8rem 1rem; margin: .4rem 0 1rem;
-  white-space: pre; }
-.plain summary { grid-template-columns: 1fr .8rem; font-weight: 600; } .plain .evidence { padding-left: .2rem; }
-@media (max-width: 600px) { body { margin-top: 1.5rem; padding: 0 1rem; } h1 { font-size: 1.6rem; }
-  summary { gap: .6rem; } .evidence { padding-left: .2rem; } .figures { gap: .9rem 1.6rem; }
-  .figures dd { font-size: 1.2rem; } }
-@media print { :root { color-scheme: light; font-size: 11px; } body { margin: 0; max-width: none; font-size: 11px; }
-  details::details-content { content-visibility: visible; block-size: auto; height: auto; }
-  summary::after { display: none; } summary, figure, tr { break-inside: avoid; } h2, summary { break-after: avoid; }
-  .charts { grid-template-columns: 1fr 1fr; } pre { white-space: pre-wrap; } }
-"""
+_STYLE = style_sheet("report.css")
 
 
 def render(evidence: Evidence, findings: Sequence[Finding], pictures: Mapping[str, bytes] | None = None) -> str:

@@ -9,26 +9,10 @@ from collections.abc import Mapping, Sequence
 from difflib import SequenceMatcher
 
 from packtrain.report.finding import Rows
-from packtrain.report.page import escape, wide
+from packtrain.report.page import escape, style_sheet, wide
 from packtrain.run.records import Sample
 
-STYLE = """
-.sheet { display: grid; grid-template-columns: repeat(auto-fill, minmax(132px, 1fr)); gap: 1rem .9rem; margin: 1rem 0; }
-.sheet .picture { aspect-ratio: 1 !important; } .sheet figure { margin: 0; min-width: 0; }
-.sheet figcaption { line-height: 1.35; margin-top: .35rem;
-  overflow-wrap: anywhere; }
-.picture { display: block; aspect-ratio: 1; border-radius: 8px; background: var(--shade) center / contain no-repeat;
-  overflow: hidden; position: relative; print-color-adjust: exact; -webkit-print-color-adjust: exact; }
-.picture img { position: absolute; inset: 0; width: 100%; height: 100%; }
-.looks { display: grid; grid-template-columns: repeat(auto-fill, minmax(84px, 1fr)); gap: .7rem .5rem; }
-.looks figure { margin: 0; } .looks figcaption { text-align: center; color: var(--ink); overflow-wrap: anywhere; }
-.caption { display: grid; grid-template-columns: minmax(120px, 200px) 1fr; gap: 1.2rem; margin: 1.2rem 0; }
-@media (max-width: 600px) { .caption { grid-template-columns: 1fr; }
-  .caption > .picture { max-width: 256px; width: 100%; } }
-.other { text-decoration: underline dotted var(--note); text-underline-offset: 3px; } .said { font-weight: 600; }
-.truth { display: block; }
-td.text { width: 33%; overflow-wrap: anywhere; }
-"""
+STYLE = style_sheet("samples.css")
 MAX_SAMPLES = 16
 _TEXT_LENGTH = 600
 _CONFUSIONS = 12
