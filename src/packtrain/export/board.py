@@ -29,89 +29,21 @@ _ANSWER = "packtrain-answer"  # what comes before it is a greeting of that machi
 _ANSWER_SECONDS, _SLOWEST_BYTES_PER_SECOND = 120.0, 4 << 20  # of reading a file there for its digest
 _POLL_SECONDS = 0.2
 
+
+def _script(name: str) -> str:
+    return Path(__file__).with_name(name).read_text("utf-8")
+
+
 # Any sh, such as busybox's. $1: the directory above the model's, $2: its name, $3: the hidden name beside it.
-_COMMON = r"""
-LC_ALL=C; export LC_ALL
-parent=$1 name=$2 stage=$3; shift 3
-if command -v sha256sum >/dev/null; then digest() { sha256sum <"$1"; }
-elif command -v openssl >/dev/null; then digest() { openssl dgst -sha256 -r <"$1"; }
-elif command -v python3 >/dev/null; then digest() { python3 -I -c '
-import hashlib, sys
-digest = hashlib.sha256()
-for chunk in iter(lambda: sys.stdin.buffer.read(1 << 20), b""):
-    digest.update(chunk)
-print(digest.hexdigest())' <"$1"; }
-else echo "neither sha256sum, openssl nor python3 is installed there" >&2; exit 1; fi
-sum() { digest "$1" | cut -c 1-64; }
-mkdir -p "$parent" && cd "$parent" || exit 1
-"""
+_COMMON = "\n" + _script("board_common.sh")
 
 # $4 ...: the digest of model.json, the names of the files. A sender whose connection was cut may live for a while and
 # write what is still on its way: it ends before anything is measured.
-_LOOK = (
-    _COMMON
-    + r"""
-manifest=$1; shift
-[ -w . ] || { echo "Permission denied" >&2; exit 1; }
-echo packtrain-answer
-if [ -L "$name" ]; then echo link; exit
-elif [ -d "$name" ]; then
-  if [ -f "$name/model.json" ] && [ "$(sum "$name/model.json")" = "$manifest" ]; then
-    for file in "$@"; do [ -f "$name/$file" ] && echo "there $(sum "$name/$file") $file"; done
-  fi
-  (cd "$name" && find . ! -type d) | while IFS= read -r file; do echo "other ${file#./}"; done
-elif [ -e "$name" ]; then echo file; exit
-fi
-if [ -L "$stage" ] || { [ -e "$stage" ] && [ ! -O "$stage" ]; }; then echo foreign; exit; fi
-mkdir -p "$stage" || exit 1
-if [ -f "$stage/.sender" ]; then
-  read -r sender <"$stage/.sender"
-  case $(readlink "/proc/$sender/fd/1") in */"$stage"/*)
-    kill -9 "$sender"; turns=0
-    while [ -e "/proc/$sender/fd/1" ] && [ $turns -lt 10000 ]; do turns=$((turns + 1)); done
-  esac
-  rm -f "$stage/.sender"
-fi
-(cd "$stage" && find . ! -type d) | while IFS= read -r file; do
-  keep=; for one in "$@"; do [ "$file" = "./$one" ] && keep=yes; done
-  if [ -z "$keep" ] || [ -L "$stage/$file" ]; then rm -f "$stage/$file"
-  else echo "staged $(sum "$stage/$file") $(wc -c <"$stage/$file") ${file#./}"; fi
-done
-echo "free $(df -Pk "$stage" | tail -n 1 | tr -s ' ' | cut -d ' ' -f 4)"
-if [ -f "$name/model.json" ]; then echo manifest; head -c 4194305 "$name/model.json"; fi
-"""
-)
+_LOOK = _COMMON + "\n" + _script("board_look.sh")
 
 # $4 ...: the name and the digest of every file. The folder of a model before goes when the new one has its name; where
 # there is no Python to exchange the two names in one step, there is none for a moment.
-_COMMIT = (
-    _COMMON
-    + r"""
-echo packtrain-answer
-altered=
-while [ $# -gt 0 ]; do
-  [ -f "$stage/$1" ] && [ "$(sum "$stage/$1")" = "$2" ] || { echo "altered $1"; altered=yes; }
-  shift 2
-done
-[ -z "$altered" ] || exit 0
-rm -rf "$stage/.sender" ".$name.old"
-find "$stage" -depth -type d -exec rmdir {} \; 2>/dev/null
-sync -f "$stage" 2>/dev/null || sync  # a board may lose its power at any moment
-rmdir "$name" 2>/dev/null
-if [ ! -e "$name" ]; then mv "$stage" "$name" || exit 1
-elif python3 -I -c '
-import ctypes, os, sys
-first, second = map(os.fsencode, sys.argv[1:])
-sys.exit(ctypes.CDLL(None).renameat2(-100, first, -100, second, 2) != 0)' "$stage" "$name" 2>/dev/null
-then rm -rf "$stage"
-else
-  mv "$name" ".$name.old" || exit 1
-  mv "$stage" "$name" || { mv ".$name.old" "$name"; exit 1; }
-  rm -rf ".$name.old"
-fi
-echo done
-"""
-)
+_COMMIT = _COMMON + "\n" + _script("board_commit.sh")
 _FORGET = _COMMON + 'rm -rf "$stage"; echo packtrain-answer\n'
 
 # On the command line, since the file follows on standard input: one line that csh and fish pass on as well.

@@ -18,51 +18,7 @@ _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9_.-]{0,99}")
 _HIDDEN = (Path("/home"), Path("/root"), Path("/run/user"), Path("/tmp"), Path("/var/tmp"))  # noqa: S108 - not written
 
 # MemoryDenyWriteExecute is absent on purpose: runtimes compile their inner loops for the processor while they run.
-_UNIT = """\
-# The model of {run}. To install it:
-#   {again} | sudo tee /etc/systemd/system/packtrain-{name}.service
-#   sudo systemctl daemon-reload && sudo systemctl enable --now packtrain-{name}
-[Unit]
-Description=Packtrain: the model {name}
-After=network.target
-
-[Service]
-Type=exec
-ExecStart={command}
-Restart=on-failure
-RestartSec=2
-TimeoutStopSec=60
-{credential}
-# A user of its own, who can write nothing but a cache and sees nobody's home.
-DynamicUser=yes
-CacheDirectory=packtrain-{name}
-Environment=PACKTRAIN_CACHE=%C/packtrain-{name} HOME=%C/packtrain-{name} USER=packtrain
-UMask=0077
-ProtectSystem=strict
-ProtectHome=tmpfs
-{mounts}PrivateTmp=yes
-PrivateDevices=yes
-ProtectProc=invisible
-ProtectClock=yes
-ProtectControlGroups=yes
-ProtectHostname=yes
-ProtectKernelLogs=yes
-ProtectKernelModules=yes
-ProtectKernelTunables=yes
-NoNewPrivileges=yes
-CapabilityBoundingSet=
-LockPersonality=yes
-RestrictNamespaces=yes
-RestrictRealtime=yes
-RestrictSUIDSGID=yes
-RestrictAddressFamilies=AF_INET AF_INET6 AF_UNIX
-SystemCallArchitectures=native
-SystemCallFilter=@system-service
-SystemCallErrorNumber=EPERM
-{network}
-[Install]
-WantedBy=multi-user.target
-"""
+_UNIT = Path(__file__).with_name("packtrain.service").read_text("utf-8")
 
 
 @dataclass(frozen=True)
