@@ -80,7 +80,6 @@ class Command:
 
     @classmethod
     def of(cls, command: Any) -> Command:
-        """Describe a command of Click."""
         if hasattr(command, "commands"):
             below = {name: cls.of(command.get_command(None, name)) for name in command.commands}
             return cls(command.help or "", command.hidden, (), below)

@@ -117,7 +117,6 @@ def _entries(folder: Path) -> list[_Entry]:
 
 
 def _grouped(entries: Sequence[_Entry]) -> dict[str, list[Paths]]:
-    """Return each entry as a set of its own."""
     grouped: dict[str, list[Paths]] = {}
     for entry in entries:
         if entry.split:

@@ -313,7 +313,6 @@ def get(
 
 
 def _run_or_pack(store: Store, name: str) -> Run | str:
-    """Return the run of that name, or else the name of the pack."""
     pack = name.removeprefix("packs/")
     if is_key(pack) and "/" not in pack and store.exists(pack_key(pack, "manifest.json")):
         return pack

@@ -171,7 +171,6 @@ class RankBatches(Iterator[LoadedBatch]):
         return share(batch, self.rank, self.num_ranks, self.order.group)
 
     def close(self) -> None:
-        """Stop prefetching."""
         if self._prefetching is not None:
             self._prefetching.close()
             self._prefetching = None
@@ -285,7 +284,6 @@ class Loader:
         return self._ready.qsize()
 
     def close(self) -> None:
-        """End the thread. If it waits for the store, it ends by itself later, and this does not wait for it."""
         self._closed.set()
         with suppress(queue.Empty):
             while True:

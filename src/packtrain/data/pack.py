@@ -218,7 +218,6 @@ class SplitReader:
         return int(self._ends[number - 1]) if number else 0
 
     def column(self, name: str) -> Column:
-        """Return a ragged column."""
         return Column(self, name)
 
     def lengths(self, name: str) -> NDArray[np.int64]:

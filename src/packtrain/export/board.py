@@ -148,7 +148,6 @@ class BoardDestination(Destination):
         return altered
 
     def _script(self, script: str, words: Sequence[str], files: Sequence[StoredFile]) -> list[str]:
-        """Return the lines of its answer."""
         seconds = _ANSWER_SECONDS + sum(file.bytes for file in files) / _SLOWEST_BYTES_PER_SECOND
         try:
             lines = self._remote.script(script, [*self._place, *words], seconds=seconds, lines=None)

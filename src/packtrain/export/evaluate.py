@@ -155,7 +155,6 @@ def folder_subject(folder: Path, store: Callable[[], Store]) -> Subject:
 
 
 def _own_pack(model: ExportedModel, store: Callable[[], Store]) -> Pack | None:
-    """Return the pack that the model was trained on, if the store has it."""
     name, home = model.manifest.origin.pack, model.recipe.pack
     try:
         opened = store()

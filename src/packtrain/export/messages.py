@@ -433,7 +433,6 @@ _SHAPES: Sequence[tuple[type[BaseModel], JsonSchemaMode]] = [
 
 
 def openapi(model: ModelEntry, version: str, needs_token: bool) -> dict[str, Any]:
-    """Return the OpenAPI description of a service with this model."""
     _, definitions = models_json_schema(_SHAPES, ref_template="#/components/schemas/{model}")
     facts = model.packtrain
     accepted: dict[str, Any] = {_JSON: _schema(PredictRequest)}

@@ -60,7 +60,6 @@ class Resource:
 
     @classmethod
     def tagged(cls, kind: str, name: str, place: str, tags: Mapping[str, str]) -> Resource:
-        """Return a resource with what its tags say (see `tags_of`)."""
         words = (tags.get(tag, "") for tag in (LABEL_TAG, _RUN_TAG, STORE_TAG, _OWNER_TAG, _EXPIRES_TAG))
         return cls(kind, name, place, *words)
 

@@ -84,7 +84,6 @@ class Here:
 
 
 def describe(store: str, create_store: bool) -> Here:
-    """Describe this machine, and its view of the store."""
     gpus = GpuSampler().sample()
     memories = {
         name: [gpu.memory_bytes for gpu in gpus if gpu.name == name] for name in dict.fromkeys(g.name for g in gpus)
@@ -245,7 +244,6 @@ def _examine_rented(fleet: CloudFleet, location: str) -> Iterator[Check]:
 def check_target(
     target: Target, store: str, key: str, secrets: dict[str, str], needs_torch: bool = True
 ) -> tuple[list[Check], Usable | None]:
-    """Run every check on one target."""
     name = target.name
     began = time.monotonic()
     try:

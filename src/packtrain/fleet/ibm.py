@@ -421,7 +421,6 @@ class IbmFleet(CloudFleet, Releases):
         return ready
 
     def _address(self, server: Server) -> str | None:
-        """Return the address for ssh."""
         return server.private_address if self._settings.private else server.address
 
     def _remote(self, run: Run, server: Server) -> Remote:

@@ -196,7 +196,6 @@ class Source(Part):
         raise NotImplementedError
 
     def classes(self) -> tuple[str, ...]:
-        """Return the names of the classes, sorted."""
         raise NotImplementedError
 
     def labeled(self, classes: Sequence[str], drop: Drop, filtered: Drop) -> Iterator[Any]:

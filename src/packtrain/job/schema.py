@@ -271,7 +271,6 @@ def _source(texts: Descriptions) -> Schema:
 
 
 def _inputs() -> Schema:
-    """Return what `data` is for a program."""
     names = {"pattern": f"^{FOLDER_NAME.pattern}$"}
     # The last part of a path without a name becomes its name; a dot or an empty part is left out of paths.
     unnamed = {**_INPUT, "allOf": [{"pattern": rf"(?:^|/){FOLDER_NAME.pattern}(?:/+\.?)*$"}]}

@@ -174,7 +174,6 @@ def fetched(new_run: NewRun, parent: Run, say: Callable[[str], None]) -> Iterato
 
 
 def _chosen(parent: Run, record: Parent) -> Checkpoint:
-    """Return the checkpoint that was chosen, as it was then."""
     data = parent.store.find(manifest_key(parent, record.checkpoint))
     if data is None or hashlib.sha256(data).hexdigest() != record.sha256:
         raise CorruptCheckpoint(f"checkpoint {record.checkpoint} of {parent.name} is gone; run the same command again")

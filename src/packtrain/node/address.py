@@ -119,7 +119,6 @@ def is_inner_bridge(interface: str, devices: Path = Path("/sys/class/net")) -> b
 
 
 def interface_addresses() -> Mapping[str, list[str]]:
-    """Return the IPv4 addresses of each interface that is up."""
     up = {name for name, status in psutil.net_if_stats().items() if status.isup}
     return {
         name: [entry.address for entry in entries if entry.family == socket.AF_INET]

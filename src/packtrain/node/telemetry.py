@@ -88,7 +88,6 @@ class TelemetrySampler:
         )
 
     def _worker_uses(self) -> tuple[WorkerUse, ...]:
-        """Return the use of each worker with its children."""
         launcher = self._launcher
         if launcher is None:
             return ()

@@ -179,7 +179,6 @@ def shares(seconds: Iterable[Mapping[str, float]]) -> dict[str, float]:
 
 
 def gather(run: Run) -> Evidence:
-    """Read the evidence of a run as it is now."""
     raw, result = run.points().read(), run.result()
     checkpoints = committed(run)
     pack = _unless_lost(run.pack_name, "") if run.job.recipe is not None else ""

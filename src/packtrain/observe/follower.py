@@ -186,7 +186,6 @@ class RunFollower:
             return goodput(generations, list(self.history.seconds_after(covered)), spent)
 
     def sampled_steps(self) -> list[int]:
-        """Return the steps whose evaluation has samples."""
         with self.lock:
             return sorted({step for _, step, _ in self.history.sampled()})
 

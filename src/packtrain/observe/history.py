@@ -244,7 +244,6 @@ class RecentPoints:
 
     @property
     def points(self) -> list[Point]:
-        """All of them, in the order of training."""
         if self._points is None:
             self._points = surviving(
                 point

@@ -197,7 +197,6 @@ def is_evaluated(job: Job, result: Result | None) -> bool:
 
 
 def read_status(run: Run, state: State) -> Status:
-    """Read all of a run."""
     return status_in_full(run, state, run.points().read(), run.result())
 
 

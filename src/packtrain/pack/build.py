@@ -199,7 +199,6 @@ class SplitBuild:
         )
 
     def finish_copy(self, size: int) -> Split:
-        """Return the same split in another size."""
         shards = tuple(finished.copies[size] for finished in self._ordered() if finished.shard.samples)
         return replace(self.finish(), shards=shards)
 

@@ -36,7 +36,6 @@ Element = tuple[int, memoryview]
 
 
 def devkit_truth(path: str) -> list[str]:
-    """Return the lines of the ground truth."""
     return _read(path, TRUTH).decode("utf-8", "replace").split("\n")
 
 

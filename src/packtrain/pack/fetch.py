@@ -266,7 +266,6 @@ def _touch(target: Path) -> None:
 
 
 def _target(directory: Path, address: str, version: str, name: str) -> Path:
-    """Return the path for the copy of one version."""
     plain = re.sub(r"[^A-Za-z0-9._-]+", "_", name.rstrip("/").rpartition("/")[2])[-_NAME_LENGTH:]
     digests = [hashlib.sha256(text.encode("utf-8", "surrogatepass")).hexdigest() for text in (address, version)]
     return directory / digests[0][:32] / f"{digests[1][:16]}-{plain or 'data'}"

@@ -32,7 +32,6 @@ PACK_KINDS: dict[str, str] = {
 
 
 def kind_of(word: str) -> PackKind:
-    """Return the kind of pack that a word stands for."""
     kind: PackKind = kind_class(PACK_KINDS, word)()
     return kind
 

@@ -209,7 +209,6 @@ def encoding_of(path: Path) -> Encoding:
 
 
 def read_json(path: Path) -> object:
-    """Return the value of a JSON file."""
     with _opened(path) as file:
         data = file.read(MAX_JSON_BYTES + 1)
     if len(data) > MAX_JSON_BYTES:

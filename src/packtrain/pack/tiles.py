@@ -114,7 +114,6 @@ def encode(image: Image.Image, coding: Coding, size: tuple[int, int] | None = No
 
 
 def with_size(jpeg: bytes, width: int, height: int) -> bytes:
-    """Return the JPEG with another size in its header."""
     at = next((at + 5 for kind, at, _ in _header(jpeg) if kind in _STARTS_OF_FRAME), None)
     if at is None:
         raise BadTiles("the JPEG has no size")

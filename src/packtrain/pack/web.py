@@ -464,7 +464,6 @@ def checked_url(text: str) -> str:
 
 
 def redirected(place: str, location: str) -> str:
-    """Return the URL that a redirect leads to."""
     # Headers are bytes, and some servers send UTF-8 and spaces in them.
     try:
         target = urljoin(place, quote(location.encode("latin-1", "replace"), string.punctuation))

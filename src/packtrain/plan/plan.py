@@ -264,7 +264,6 @@ def _hardware(job: Job, request: PlanRequest) -> tuple[Hardware, bool, list[str]
 
 
 def _counts(job: Job, request: PlanRequest) -> list[int]:
-    """Return the numbers of machines to plan with."""
     if request.machines:
         return sorted(set(request.machines))
     kind = job.fleet.kind

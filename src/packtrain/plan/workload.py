@@ -75,7 +75,6 @@ def workload_of(train: TrainSettings, unit: str, model: ModelSize, data: DataSiz
 
 
 def data_size(recipe: Recipe) -> DataSize:
-    """Return the size of the recipe's packed data."""
     order = training_order(recipe)
     batches = order.batches(0)
     split = recipe.pack.manifest.splits["train"]
@@ -134,7 +133,6 @@ def built_in_model(job: Job, vocabulary: int, classes: int) -> ModelSize | None:
 
 
 def model_size(recipe: Recipe) -> ModelSize:
-    """Return the size of the recipe's model on its pack."""
     return built_in_model(recipe.job, *_rows(recipe)) or counted_size(recipe)
 
 

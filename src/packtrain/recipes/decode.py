@@ -90,7 +90,6 @@ def at_once_on(device: torch.device) -> int:
 
 
 def sums_by_row(rows: Ids, values: Tensor, count: int) -> NDArray[np.float64]:
-    """Return the sum of the values of each row."""
     sums = np.zeros(count)
     np.add.at(sums, rows, values.cpu().numpy())
     return sums

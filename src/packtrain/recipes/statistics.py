@@ -37,7 +37,6 @@ class Statistic:
 
     @property
     def value(self) -> float:
-        """The score of all samples."""
         return float(self.score(self.rows.sum(axis=0, keepdims=True))[0])
 
     @property

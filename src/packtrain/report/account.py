@@ -38,7 +38,6 @@ _ROUGHLY = 1.0  # and of a speed that nobody measured, one by less than twice
 
 
 def faults(evidence: Evidence) -> Finding:
-    """Find the failures and their cost."""
     key, question = "faults", "What went wrong, and what did it cost?"
     failed = evidence.status.state == "failed"
     restarts = [generation for generation in evidence.generations if generation.is_after_fault]

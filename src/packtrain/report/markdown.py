@@ -68,7 +68,6 @@ def plain(text: str) -> str:
 
 
 def table_lines(rows: Rows) -> Iterator[str]:
-    """Yield a table, line by line."""
     yield f"| {' | '.join(map(plain, rows.heads))} |"
     yield f"|{' --- |' * len(rows.heads)}"
     yield from (f"| {' | '.join(map(plain, row))} |" for row in rows.rows)

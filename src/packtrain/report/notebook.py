@@ -224,7 +224,6 @@ def _charts(status: Status, history: History) -> list[tuple[str, list[Series]]]:
 
 
 def panel_of(run: Run) -> Shown:
-    """Return the panel of a run as it is now."""
     return LivePanel(run, math.inf).look()
 
 

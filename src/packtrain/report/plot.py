@@ -155,7 +155,6 @@ def plot_of(
 
 
 def names_of(points: Sequence[Point]) -> set[str]:
-    """Return the names of all that was measured."""
     return {point.column(name) for point in points if point.kind != "start" for name in point.values}
 
 

@@ -164,7 +164,6 @@ def as_json(table: SweepTable) -> dict[str, object]:
 
 
 def find_sweep(store: Store, name: str | None) -> str | None:
-    """Return the name if it is that of a sweep, and not that of a run."""
     is_known = name is not None and is_name(name) and not store.exists(f"runs/{name}/job.json")
     return name if is_known and name is not None and store.exists(f"sweeps/{name}/plan.json") else None
 

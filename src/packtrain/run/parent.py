@@ -34,7 +34,6 @@ class ParentRecord:
 
 
 def record_of(directory: Path, classes: tuple[str, ...]) -> ParentRecord:
-    """Return the record of the files in a directory."""
     present = [path.name for path in directory.iterdir()]
     paths = [directory / file for name in (WEIGHTS_FILE, VOCABULARY_FILE) for file in parts_of(name, present)]
     files = [ParentFile(path.name, path.stat().st_size, sha256_of(path)) for path in paths]

@@ -68,7 +68,6 @@ class PointBlock:
         return {"kind": self.kind, "generation": self.generation, "step": int(row[0]), "time": row[1], "values": values}
 
     def points(self, subject: str, last: int | None = None) -> list[Point]:
-        """Return the points, or the last ones."""
         rows = self.matrix(subject)[-(last or self.rows) :]
         return [Point(**self._fields(row)) for row in rows.tolist()]
 
@@ -138,7 +137,6 @@ def parts_of(data: bytes, subject: str) -> Iterator[PointBlock | Point]:
 
 
 def decode_points(data: bytes, subject: str) -> list[Point]:
-    """Return all points of a chunk."""
     points: list[Point] = []
     for block in parts_of(data, subject):
         points += [block] if isinstance(block, Point) else block.points(subject)

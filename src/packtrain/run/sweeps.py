@@ -222,7 +222,6 @@ class Sweep:
 
 
 def sweep_names(store: Store) -> list[str]:
-    """Return the names of all sweeps in a store, sorted."""
     names = [name for name in store.folders("sweeps/") if is_name(name)]
     return [name for name in names if store.exists(f"sweeps/{name}/plan.json")]  # or it is half removed
 

@@ -84,7 +84,6 @@ def decode(kind: type[Record], data: bytes, subject: str) -> Record:
 
 
 def decode_many(kind: type[Record], data: bytes, subject: str) -> list[Record]:
-    """Return the records of a list."""
     return list(_decoded(kind, True, data, subject))
 
 

@@ -41,7 +41,6 @@ class Evaluation:
 
     @property
     def values(self) -> dict[str, float]:
-        """Return the values to record."""
         return {**self.scores.values, "evaluation_seconds": self.seconds}
 
 

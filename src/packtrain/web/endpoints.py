@@ -331,7 +331,6 @@ class DashboardEndpoints:
         return StreamingResponse(self._news.listen(names), media_type="text/event-stream")
 
     def _run(self, name: str) -> Run:
-        """Return the run of that name, if it exists."""
         self._news.ask()
         if listed := self._runs.find(name):
             return listed.run

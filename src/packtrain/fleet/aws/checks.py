@@ -59,7 +59,6 @@ def check_store(store: Store, mounts: Collection[str]) -> None:
 
 
 def find_image(region: AwsRegion, settings: AwsSettings) -> dict[str, Any]:
-    """Return the image as EC2 describes it."""
     name = settings.image
     if name.startswith("ssm:"):
         parameter = name.removeprefix("ssm:")
@@ -421,7 +420,6 @@ def _concrete(resource: str | list[str], account: str) -> str:
 
 
 def _context(condition: Mapping[str, Mapping[str, str]], account: str) -> list[Mapping[str, object]]:
-    """Return the context of a request that meets the condition."""
     values = [item for operator in condition.values() for item in operator.items()]
     return [
         {"ContextKeyName": key, "ContextKeyValues": [_concrete(value, account)], "ContextKeyType": "string"}

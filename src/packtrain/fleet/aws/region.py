@@ -109,7 +109,6 @@ class AwsRegion(Provider):
             raise Mistake(f"aws {service} {operation}: {error}") from None
 
     def client(self, service: str) -> Any:
-        """Return the client of the SDK for a service."""
         with _MAKING:
             return _client(self._session, service, self.place)
 

@@ -101,7 +101,6 @@ def volume_zones(region: AwsRegion, volume: VolumeSettings, machines: Machines) 
 
 
 def named_volumes(region: AwsRegion, name: str) -> list[dict[str, Any]]:
-    """Return the volumes `name_0`, `name_1` and so on."""
     named = {"Name": "tag:Name", "Values": [f"{name}_*"]}
     numbered = re.compile(rf"{re.escape(name)}_[0-9]+")
     return [

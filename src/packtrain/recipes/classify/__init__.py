@@ -366,7 +366,6 @@ class Classify(ImageRecipe[ImageBatches]):
             (height, width), numbers = batch
 
             def crop(image: Tiled) -> Pixels:
-                """Crop an image as an evaluation does."""
                 return resize(decode_box(image, center_box(image.width, image.height, width, height)), height, width)
 
             # Where batches have threads of their own, the images of one batch need no more.
