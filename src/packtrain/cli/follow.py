@@ -273,18 +273,17 @@ class Follower:
         if result is not None:
             # The last machine writes the report after the result; give it time.
             self._ended_at = self._ended_at or time.monotonic()
-            return self._all_gone() or time.monotonic() - self._ended_at > LEASE_LOST_SECONDS
+            if self._nodes:
+                all_gone = all(node.exit_code() is not None for node in self._nodes)
+            else:
+                all_gone = self._run.store.exists(self._run.key("report.html"))
+            return all_gone or time.monotonic() - self._ended_at > LEASE_LOST_SECONDS
         if self._has_died() and self._run.result() is None:
             # A node writes a result before it exits, so this one was killed or crashed.
             how = f"the node {_how_it_ended(self._nodes[0])}"
             fail_launch(self._run, "failed", f"{how} before it joined the run")
             raise RunFailed(f"{how} without a result; try again with `{self._run.command('resume')}`")
         return False
-
-    def _all_gone(self) -> bool:
-        if self._nodes:
-            return all(node.exit_code() is not None for node in self._nodes)
-        return self._run.store.exists(self._run.key("report.html"))
 
     def _has_died(self) -> bool:
         """True if the nodes of this client are gone. One that found another client's node in its place is not counted:

@@ -178,7 +178,12 @@ def _report(sweep: Sweep, output: Path | None, as_json: bool) -> SweepTable:
 
 def _drawn(table: SweepTable, max_rows: int | None = None) -> Table:
     drawn = Table(box=None, pad_edge=False, header_style="dim")
-    short = _short_names(table.parameters)
+    # Of each field's name its last part, with as many more as make them different and a word.
+    paths = [name.split(".") for name in table.parameters]
+    length = 2 if any(path[-1].isdecimal() for path in paths) else 1  # `program.2`, not `2`
+    while len({".".join(path[-length:]) for path in paths}) < len(paths) and length < max(map(len, paths)):
+        length += 1
+    short = [".".join(path[-length:]) for path in paths]
     numbers = ("step", table.score_head)
     for column in ("run", "state", *short, "step", *([table.score_head] if table.measure else [])):
         drawn.add_column(harmless(column), justify="right" if column in numbers else "left", overflow="fold")
@@ -189,15 +194,6 @@ def _drawn(table: SweepTable, max_rows: int | None = None) -> Table:
     if max_rows is not None and len(table.rows) > max_rows:
         drawn.add_row(f"and {len(table.rows) - max_rows} more")
     return drawn
-
-
-def _short_names(names: tuple[str, ...]) -> list[str]:
-    """Return the last part of each field's name, with as many more as make them different and a word."""
-    paths = [name.split(".") for name in names]
-    length = 2 if any(path[-1].isdecimal() for path in paths) else 1  # `program.2`, not `2`
-    while len({".".join(path[-length:]) for path in paths}) < len(paths) and length < max(map(len, paths)):
-        length += 1
-    return [".".join(path[-length:]) for path in paths]
 
 
 def _list(store: Store, as_json: bool) -> None:

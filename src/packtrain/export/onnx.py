@@ -263,7 +263,10 @@ def export_own(recipe: Recipe, model: nn.Module, folder: Path) -> OwnGraph:
         raise Mistake(f"{name}: torch cannot export this model to ONNX: {_reason(error)}") from error
     session = Session(path)
     for call in (smaller, larger):
-        difference = _difference(session, call)
+        tensors = {value.name: tensor.numpy() for value, tensor in zip(session.inputs, call.given, strict=True)}
+        computed = session([value.name for value in session.outputs], tensors)
+        both = zip(computed, call.returned.values(), strict=True)
+        difference = max(float(np.abs(output - expected.numpy()).max(initial=0.0)) for output, expected in both)
         if not difference <= _OWN_TOLERANCE:  # or it is not a number
             path.unlink()
             raise Mistake(f"{name}: in ONNX Runtime the outputs of this model differ by {difference:.2g}; not exported")
@@ -340,14 +343,6 @@ def _sizes(small: Tensor, large: Tensor, smaller: _Call, larger: _Call) -> tuple
         return "batch" if place == 0 and sizes == (smaller.samples, larger.samples) else "any"
 
     return tuple(size(place, sizes) for place, sizes in enumerate(zip(small.shape, large.shape, strict=True)))
-
-
-def _difference(session: Session, call: _Call) -> float:
-    """Return the largest difference between what torch returned and what ONNX Runtime does."""
-    inputs = {value.name: tensor.numpy() for value, tensor in zip(session.inputs, call.given, strict=True)}
-    computed = session([value.name for value in session.outputs], inputs)
-    pairs = zip(computed, call.returned.values(), strict=True)
-    return max(float(np.abs(output - expected.numpy()).max(initial=0.0)) for output, expected in pairs)
 
 
 def _reason(error: BaseException) -> str:

@@ -59,26 +59,21 @@ def unit(request: UnitRequest, program: Path | None = None) -> str:
     # What ProtectHome and PrivateTmp would hide: the model, and the Python that serves it.
     places = dict.fromkeys([folder, Path(sys.prefix).absolute(), Path(sys.base_prefix).resolve()])
     hidden = [place for place in places if any(place.is_relative_to(root) for root in _HIDDEN)]
+    again = ["packtrain", "unit", str(folder)]  # the command that prints the same unit
+    for field in fields(UnitRequest):
+        value = getattr(request, field.name)
+        if field.name != "model" and value != field.default:
+            path = expanded(value).absolute() if isinstance(value, Path) else value
+            again += [f"--{field.name.replace('_', '-')}", str(path)]
     return _UNIT.format(
         run=printable(model.manifest.origin.run),
-        again=shlex.join(_again(request, folder)),
+        again=shlex.join(again),
         name=name,
         command=command,
         credential=credential,
         mounts="".join(f"BindReadOnlyPaths={_mounted(str(place))}\n" for place in hidden),
         network="IPAddressDeny=any\nIPAddressAllow=localhost\n" if is_loopback else "",
     )
-
-
-def _again(request: UnitRequest, folder: Path) -> list[str]:
-    """Return the command that prints the same unit."""
-    words = ["packtrain", "unit", str(folder)]
-    for field in fields(UnitRequest):
-        value = getattr(request, field.name)
-        if field.name != "model" and value != field.default:
-            path = expanded(value).absolute() if isinstance(value, Path) else value
-            words += [f"--{field.name.replace('_', '-')}", str(path)]
-    return words
 
 
 def _specifiers(text: str) -> str:

@@ -221,13 +221,9 @@ class PairRecipe(Exportable, Sized):
     # Loss and evaluation.
 
     def loss(self, model: nn.Module, batch: Batch) -> Tensor:
-        return self._loss(model, batch, self.job.train.label_smoothing)
-
-    @staticmethod
-    def _loss(model: nn.Module, batch: Batch, label_smoothing: float) -> Tensor:
         target, predicted = batch["target"], batch["predicted"]
         labels = target[:, 1:].flatten()[predicted]
-        loss: Tensor = model(batch["source"], target[:, :-1], predicted, labels, label_smoothing)
+        loss: Tensor = model(batch["source"], target[:, :-1], predicted, labels, self.job.train.label_smoothing)
         return loss
 
     def measure(self, model: nn.Module | Network, request: EvaluationRequest) -> Measurement:

@@ -118,7 +118,14 @@ class ResNet(nn.Module):
             self.add_module(f"layer{number + 1}", stage)
             inputs = outputs
         self.fc = None if classes is None else nn.Linear(inputs, classes)
-        self._initialize()
+        for module in self.modules():
+            if isinstance(module, nn.Conv2d):
+                nn.init.kaiming_normal_(module.weight, mode="fan_out", nonlinearity="relu")
+            elif isinstance(module, (BasicBlock, Bottleneck)) and self.shape.zero_init_residual:
+                nn.init.zeros_(module.last_norm.weight)
+            elif isinstance(module, nn.Linear):
+                nn.init.normal_(module.weight, 0, 0.01)
+                nn.init.zeros_(module.bias)
         self.to(memory_format=torch.channels_last)  # type: ignore[call-overload]
 
     @property
@@ -136,16 +143,6 @@ class ResNet(nn.Module):
         assert self.fc is not None
         logits: Tensor = self.fc(self.features(x).mean((2, 3)))
         return logits
-
-    def _initialize(self) -> None:
-        for module in self.modules():
-            if isinstance(module, nn.Conv2d):
-                nn.init.kaiming_normal_(module.weight, mode="fan_out", nonlinearity="relu")
-            elif isinstance(module, (BasicBlock, Bottleneck)) and self.shape.zero_init_residual:
-                nn.init.zeros_(module.last_norm.weight)
-            elif isinstance(module, nn.Linear):
-                nn.init.normal_(module.weight, 0, 0.01)
-                nn.init.zeros_(module.bias)
 
 
 def example_pixels(network: ResNet) -> Input:

@@ -133,7 +133,10 @@ def search(
     if not len(limits_B):
         return []
     if decoding.nucleus is not None:
-        uniform = _uniform(decoding.seed, numbers, int(limits_B.max()))
+        count, seed = int(limits_B.max()), decoding.seed
+        words = np.stack([philox_words(count, seed, number, 0, Stream.DECODING) for number in numbers])
+        # Random numbers in [0, 1) for every row and position: a function of the seed and the row's number.
+        uniform = (words >> np.uint64(40)).astype(np.float32) / np.float32(2**24)
         steps = start(1)
         return _write_rows(
             steps, limits_B, lambda written, rows: steps.sample(written, uniform[rows, written.shape[1] - 1])
@@ -174,12 +177,6 @@ def _write_rows(steps: Steps, limits_B: Ids, choose: Callable[[Ids, Ids], Candid
 def _hypothesis(tokens: Ids, score: float) -> Hypothesis:
     written = tokens.tolist()
     return Hypothesis(written[:-1] if written and written[-1] == EOS else written, score)
-
-
-def _uniform(seed: int, numbers: Sequence[int], count: int) -> Floats:
-    """Return random numbers in [0, 1) for every row and position: a function of the seed and the row's number."""
-    words = np.stack([philox_words(count, seed, number, 0, Stream.DECODING) for number in numbers])
-    return (words >> np.uint64(40)).astype(np.float32) / np.float32(2**24)
 
 
 # Several hypotheses per source.

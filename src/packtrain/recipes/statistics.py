@@ -102,7 +102,16 @@ def bleu_rows(outputs: Sequence[str], references: Sequence[Sequence[str]], token
 
 def chrf_statistic(outputs: Sequence[str], references: Sequence[str]) -> Statistic:
     """Return chrF2 over characters without spaces."""
-    rows = [_chrf_row(*texts) for texts in zip(outputs, references, strict=True)]
+    rows: list[list[int]] = []  # the n-grams of an output, of its reference, and of both, for each order
+    for pair in zip(outputs, references, strict=True):
+        texts, row = ["".join(text.split()) for text in pair], list[int]()
+        for order in range(1, CHRF_ORDERS + 1):
+            output, reference = (
+                Counter(text[at : at + order] for at in range(len(text) - order + 1)) for text in texts
+            )
+            # SacreBLEU leaves out what has no reference of that length to match.
+            row += [output.total() if reference else 0, reference.total(), (output & reference).total()]
+        rows.append(row)
 
     def score(sums: Floats) -> Floats:
         written, expected, matching = (sums[:, column::3] for column in range(3))
@@ -125,17 +134,6 @@ def rows_in_order(ids: Ids, measured: Sequence[tuple[Ids, Mapping[str, ArrayLike
     names = measured[0][1] if measured else ()
     columns = {name: np.concatenate([np.asarray(values[name], np.float64) for _, values in measured]) for name in names}
     return {name: column[order].tolist() for name, column in columns.items()}
-
-
-def _chrf_row(output: str, reference: str) -> list[int]:
-    """Return the n-grams of the output, of its reference, and of both, for each order."""
-    row: list[int] = []
-    texts = ["".join(text.split()) for text in (output, reference)]
-    for order in range(1, CHRF_ORDERS + 1):
-        written, expected = (Counter(text[at : at + order] for at in range(len(text) - order + 1)) for text in texts)
-        # SacreBLEU leaves out what has no reference of that length to match.
-        row += [written.total() if expected else 0, expected.total(), (written & expected).total()]
-    return row
 
 
 def _columns(*columns: ArrayLike) -> Floats:

@@ -150,9 +150,6 @@ class Transformer(nn.Module):
         self.decoder = nn.ModuleList(DecoderLayer(shape) for _ in range(shape.decoder_layers))
         self.decoder_norm = nn.LayerNorm(shape.width)
         self.dropout = nn.Dropout(shape.dropout)
-        self._initialize()
-
-    def _initialize(self) -> None:
         for module in self.modules():
             if isinstance(module, nn.Linear):
                 nn.init.xavier_uniform_(module.weight)

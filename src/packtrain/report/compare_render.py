@@ -36,7 +36,11 @@ def text_lines(comparison: RunComparison, width: int) -> list[str]:
     """Return the comparison as lines for that many columns. Only values of the jobs are cut to them."""
     lines = [*_run_lines(comparison.runs, width), "", *_field_lines(comparison, width)]
     for speed in comparison.speeds:
-        lines += ["", f"Speed: {speed.other} against {speed.base}", *_speed_lines(speed, width)]
+        lines += ["", f"Speed: {speed.other} against {speed.base}"]
+        lines += [line for sentence in speed.sentences for line in _wrapped(sentence, "  ", width)]
+        if speed.factor is not None:
+            table = _table(["", speed.base, speed.other, "saved", "all else"], _speed_rows(speed))
+            lines += [f"  {line}" for line in table]
     if comparison.gaps:
         lines += ["", "Scores"]
     for gap in comparison.gaps:
@@ -113,14 +117,6 @@ def _from_difference(values: Sequence[str], room: int) -> list[str]:
     if start <= 3 or max(map(len, values)) <= room:
         return list(values)
     return [f"...{value[start:]}" for value in values]
-
-
-def _speed_lines(speed: SpeedUp, width: int) -> list[str]:
-    lines = [line for sentence in speed.sentences for line in _wrapped(sentence, "  ", width)]
-    if speed.factor is None:
-        return lines
-    table = _table(["", speed.base, speed.other, "saved", "all else"], _speed_rows(speed))
-    return [*lines, *(f"  {line}" for line in table)]
 
 
 def _speed_rows(speed: SpeedUp) -> list[list[str]]:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import html
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -104,7 +104,16 @@ def line_chart(
         replace(line, points=thinned(line.points, MAX_POINTS)) for line in colored
     ]  # a page of a million steps stays small
     scale = Scale.around([point for line in lines for point in line.points])
-    elements = list(_axes(scale, x_label))
+    elements = []
+    for tick in scale.ticks:
+        y = scale.down(tick)
+        elements.append(f'<line class="grid" x1="{_LEFT}" x2="{WIDTH - _RIGHT}" y1="{y}" y2="{y}"/>')
+        elements.append(f'<text class="tick" x="{_LEFT - 6}" y="{y + 4}" text-anchor="end">{tick:,g}</text>')
+    for tick in nice_ticks(scale.left, scale.right):
+        if scale.left <= tick <= scale.right:
+            x = scale.across(tick)
+            elements.append(f'<text class="tick" x="{x}" y="{HEIGHT - 12}" text-anchor="middle">{tick:,g}</text>')
+    elements.append(f'<text class="tick" x="2" y="{HEIGHT - 12}">{escape(x_label)}</text>')
     for place, name in marks:
         if scale.left <= place <= scale.right:
             x = scale.across(place)
@@ -144,18 +153,6 @@ class Scale:
     def down(self, y: float) -> float:
         share = (y - self.ticks[0]) / ((self.ticks[-1] - self.ticks[0]) or 1)
         return round(HEIGHT - _BOTTOM - share * (HEIGHT - _TOP - _BOTTOM), 1)
-
-
-def _axes(scale: Scale, x_label: str) -> Iterator[str]:
-    for tick in scale.ticks:
-        y = scale.down(tick)
-        yield f'<line class="grid" x1="{_LEFT}" x2="{WIDTH - _RIGHT}" y1="{y}" y2="{y}"/>'
-        yield f'<text class="tick" x="{_LEFT - 6}" y="{y + 4}" text-anchor="end">{tick:,g}</text>'
-    for tick in nice_ticks(scale.left, scale.right):
-        if scale.left <= tick <= scale.right:
-            x = scale.across(tick)
-            yield f'<text class="tick" x="{x}" y="{HEIGHT - 12}" text-anchor="middle">{tick:,g}</text>'
-    yield f'<text class="tick" x="2" y="{HEIGHT - 12}">{escape(x_label)}</text>'
 
 
 def _line(scale: Scale, series: Series, x_label: str) -> str:

@@ -338,7 +338,14 @@ def carry_out(region: AwsRegion, plan: LaunchPlan, names: Mapping[str, str]) -> 
     if operation == "create-security-group":
         return {"SECURITY_GROUP": _security_group(region, request)}
     if operation == "create-launch-template":
-        _template_version(region, request)
+        if not _create(region, service, operation, request):
+            # A new version of it: the job may have changed since the run was stopped.
+            name = request["LaunchTemplateName"]
+            change = {"LaunchTemplateName": name, "LaunchTemplateData": request["LaunchTemplateData"]}
+            version = region.ask("ec2", "create-launch-template-version", **change)["LaunchTemplateVersion"]
+            number = str(version["VersionNumber"])
+            region.ask("ec2", "modify-launch-template", LaunchTemplateName=name, DefaultVersion=number)
+            _tag(region, version["LaunchTemplateId"], request)
     elif operation == "create-auto-scaling-group":
         _scaling_group(region, request)
     else:
@@ -393,17 +400,6 @@ def _security_group(region: AwsRegion, request: Mapping[str, Any]) -> str:
     if not is_new:
         _tag(region, group, request)
     return group
-
-
-def _template_version(region: AwsRegion, request: Mapping[str, Any]) -> None:
-    """Create the template, or a new version of it: the job may have changed since the run was stopped."""
-    name = request["LaunchTemplateName"]
-    if not _create(region, "ec2", "create-launch-template", request):
-        change = {"LaunchTemplateName": name, "LaunchTemplateData": request["LaunchTemplateData"]}
-        version = region.ask("ec2", "create-launch-template-version", **change)["LaunchTemplateVersion"]
-        number = str(version["VersionNumber"])
-        region.ask("ec2", "modify-launch-template", LaunchTemplateName=name, DefaultVersion=number)
-        _tag(region, version["LaunchTemplateId"], request)
 
 
 def _scaling_group(region: AwsRegion, request: Mapping[str, Any]) -> None:

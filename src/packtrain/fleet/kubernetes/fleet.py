@@ -332,7 +332,14 @@ class KubernetesFleet(CloudFleet, HasManifests, CancelsQueued):
         if version is None:
             return
         yield _exists(cluster, NAMESPACES, cluster.namespace)
-        yield from _rights(cluster)
+        for rule in role(cluster.namespace)["rules"]:  # every verb of the Role that a dry run prints
+            [group], [resource], verbs = rule["apiGroups"], rule["resources"], rule["verbs"]
+            title = f"{resource}.{group}" if group else resource
+            ask = partial(_denied, cluster, group, resource, verbs)
+            check, denied = tried(_PLACE, title, ask, ", ".join)
+            if check.ok and denied:
+                check = Check(_PLACE, title, False, f"may not {check.detail}", ROLE_ADVICE)
+            yield replace(check, detail=f"may {', '.join(verbs)}") if check.ok else check
         for kind, name in _named(settings):
             yield _exists(cluster, kind, name)
         check, nodes = tried(_PLACE, "nodes", lambda: check_nodes(cluster, settings), str)
@@ -501,18 +508,6 @@ def _exists(cluster: Cluster, kind: Kind, name: str) -> Check:
     except RequestRefused as refused:
         return Check(_PLACE, kind.word, False, str(refused), "look at it with kubectl")
     return Check(_PLACE, kind.word, True, f"{name} exists")
-
-
-def _rights(cluster: Cluster) -> Iterator[Check]:
-    """Ask the cluster about every verb of the Role that a dry run prints, one check for each resource."""
-    for rule in role(cluster.namespace)["rules"]:
-        [group], [resource], verbs = rule["apiGroups"], rule["resources"], rule["verbs"]
-        title = f"{resource}.{group}" if group else resource
-        ask = partial(_denied, cluster, group, resource, verbs)
-        check, denied = tried(_PLACE, title, ask, ", ".join)
-        if check.ok and denied:
-            check = Check(_PLACE, title, False, f"may not {check.detail}", ROLE_ADVICE)
-        yield replace(check, detail=f"may {', '.join(verbs)}") if check.ok else check
 
 
 def _denied(cluster: Cluster, group: str, resource: str, verbs: Sequence[str]) -> list[str]:

@@ -109,7 +109,8 @@ class Captioner(nn.Module):
             with torch.no_grad():
                 maps = self.encoder.features(x)
             if self.training:  # the gradient sync expects a gradient of every parameter that may learn later
-                maps = maps + _zero(self.encoder)
+                learning = (parameter for parameter in self.encoder.parameters() if parameter.requires_grad)
+                maps = maps + sum(0.0 * parameter.sum() for parameter in learning)
         else:
             maps = self.encoder.features(x)
         features_BPC = maps.flatten(2).transpose(1, 2)
@@ -176,15 +177,6 @@ class Captioner(nn.Module):
         logits_BV = self.logits(state[:, : self.shape.width])[:, : self.vocabulary]
         logits_BV[:, PAD] = logits_BV[:, BOS] = -torch.inf
         return logits_BV, state, attention_BP
-
-
-def _zero(module: nn.Module) -> Tensor:
-    """Return 0 with a gradient of zero for every parameter: the gradient sync waits for all of them."""
-    total = torch.zeros(())
-    for parameter in module.parameters():
-        if parameter.requires_grad:
-            total = total + 0.0 * parameter.sum()
-    return total
 
 
 class TorchCaptioner(CaptionNetwork[EncodedImages]):

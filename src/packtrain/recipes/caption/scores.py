@@ -88,16 +88,17 @@ class Cider:
 
     def _sentence(self, text: str) -> _Sentence:
         sentence = words(text)
+        images, having = math.log(max(1, self._images)), self._having
+        # The inverse document frequency; an n-gram that no reference has counts as if one image had it.
         vectors = tuple(
-            {ngram: count * self._weight(ngram) for ngram, count in ngrams(sentence, order + 1).items()}
+            {
+                ngram: count * (images - math.log(max(1, having[ngram])))
+                for ngram, count in ngrams(sentence, order + 1).items()
+            }
             for order in range(ORDERS)
         )
         norms = tuple(math.hypot(*vector.values()) for vector in vectors)
         return _Sentence(vectors, norms, len(sentence))
-
-    def _weight(self, ngram: Ngram) -> float:
-        # The inverse document frequency; an n-gram that no reference has counts as if one image had it.
-        return math.log(max(1, self._images)) - math.log(max(1, self._having[ngram]))
 
 
 def ngrams(sentence: Sequence[str], length: int) -> Counter[Ngram]:

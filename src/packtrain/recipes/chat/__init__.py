@@ -177,7 +177,9 @@ def truncate(split: SplitReader, shape: ChatShape) -> tuple[TokenPairs, Truncati
     # Shard by shard: a conversation that continues in the next shard loses its earlier turns, which is rare.
     prompts, replies, cut_prompts = [], [], 0
     for shard in split.shards():
-        starts, ends = _prompt_slices(shard, shape.turns)
+        offsets, rows = shard.ragged["source"].offsets, np.arange(len(shard))
+        first_rows = np.maximum.accumulate(np.where(_continues(shard), 0, rows))
+        starts, ends = offsets[np.maximum(first_rows, rows - shape.turns + 1)], offsets[1:]
         cut_prompts += int((ends - starts > shape.prompt).sum())
         prompts.append(_slices(shard.ragged["source"], np.maximum(starts, ends - shape.prompt), ends))
         offsets = shard.ragged["target"].offsets
@@ -186,14 +188,6 @@ def truncate(split: SplitReader, shape: ChatShape) -> tuple[TokenPairs, Truncati
     cut_replies = int((split.lengths("target") - 1 > shape.reply).sum())
     pairs = TokenPairs(Ragged.joined(prompts), Ragged.joined(replies))
     return pairs, Truncation(cut_prompts, cut_replies, len(split))
-
-
-def _prompt_slices(shard: Columns, turns: int) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
-    """Return where the last turns before each reply start and end in the shard's source tokens."""
-    offsets = shard.ragged["source"].offsets
-    rows = np.arange(len(shard))
-    first_rows = np.maximum.accumulate(np.where(_continues(shard), 0, rows))
-    return offsets[np.maximum(first_rows, rows - turns + 1)], offsets[1:]
 
 
 def _continues(shard: Columns) -> NDArray[np.bool_]:

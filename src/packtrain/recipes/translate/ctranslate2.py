@@ -154,13 +154,19 @@ def _ranked(result: Any, limit: int, longest: int) -> list[Hypothesis]:
 
 
 def _spec_of(model: Transformer) -> Any:
+    import torch
+
+    from packtrain.recipes.transformer import sinusoids
+
     try:
         from ctranslate2.specs import TransformerSpec
     except ImportError:
         raise Mistake(f"export needs CTranslate2; run `{install_command('train')}`") from None
     shape = model.shape
     spec = TransformerSpec.from_config((shape.encoder_layers, shape.decoder_layers), shape.heads, pre_norm=True)
-    embedding, positions = _array(model.embedding.weight)[: model.vocabulary], _positions(shape.width)
+    embedding = _array(model.embedding.weight)[: model.vocabulary]
+    # CTranslate2's own table would have another order of sines and cosines.
+    positions = _array(sinusoids(torch.arange(_POSITIONS), shape.width))
     for stack, name in ((spec.encoder, "encoder"), (spec.decoder, "decoder")):
         embeddings = stack.embeddings[0] if name == "encoder" else stack.embeddings
         embeddings.weight = embedding
@@ -214,15 +220,6 @@ def _round_weights(spec: Any) -> None:
 def _array(tensor: Any) -> Array:
     array: Array = tensor.detach().float().cpu().numpy()
     return array
-
-
-def _positions(width: int) -> Array:
-    """Return the table of positions: its own would have another order of sines and cosines."""
-    import torch
-
-    from packtrain.recipes.transformer import sinusoids
-
-    return _array(sinusoids(torch.arange(_POSITIONS), width))
 
 
 def _set_norm(spec: Any, norm: nn.Module) -> None:
