@@ -12,7 +12,7 @@ import yaml
 from packtrain.cli.common import DropsOption, JobArgument, SetOption, run_in
 from packtrain.cli.screen import ProgressBars, console, say_detail
 from packtrain.errors import Mistake, nearest, quoted
-from packtrain.fleet.bundle import BundleWriter, add_pack, add_run, add_wheels, new_bundle
+from packtrain.fleet.bundle import add_pack, add_run, add_wheels, new_bundle
 from packtrain.fleet.image import (
     PLATFORMS,
     ImageRequest,
@@ -25,7 +25,7 @@ from packtrain.fleet.image import (
 )
 from packtrain.fleet.wheels import WheelTarget, download
 from packtrain.identity import identity
-from packtrain.launch.check import PortableJob, make_portable
+from packtrain.launch.check import make_portable
 from packtrain.launch.load import load
 from packtrain.run.code import files_of
 from packtrain.store import open_store
@@ -162,7 +162,14 @@ def bundle(
     with scratch() as directory, new_bundle(file, name) as writer:
         wheels = download(target, directory, requirements, say_detail)
         add_wheels(writer, wheels, target, identity(), included.name if included is not None else None)
-        _add_job(writer, prepared, prepared.document.get("code", ".") if loaded.job.has_own_code else None)
+        code = prepared.document.get("code", ".") if loaded.job.has_own_code else None
+        for own_file in files_of(prepared.code.archive) if code is not None else ():
+            place = str(PurePosixPath("job") / (code or ".") / own_file.name)  # where the job file looks for it
+            if place != "job/job.yaml":
+                writer.add_bytes(place, own_file.data, own_file.mode)
+        note = "# As bundled: with what --set changed, and the pack that the store beside it has.\n"
+        text = note + yaml.safe_dump(prepared.document, sort_keys=False, allow_unicode=True)
+        writer.add_bytes("job/job.yaml", text.encode())
         for key in prepared.files:  # that the model options name
             writer.add_object(store, key, PurePosixPath(key).name)
         if prepared.pack is not None:
@@ -173,14 +180,3 @@ def bundle(
             say_detail(f"took {included.name} with {step}")
     screen.say("Wrote ", (str(file), "bold"), f" ({show_bytes(file.stat().st_size)}) for {target}")
     screen.say("  there: ", (f"tar -xf {file.name} && cd {name} && sh install.sh", "bold"))
-
-
-def _add_job(writer: BundleWriter, prepared: PortableJob, code: str | None) -> None:
-    """Add the job file, with the code where the file looks for it."""
-    note = "# As bundled: with what --set changed, and the pack that the store beside it has.\n"
-    text = note + yaml.safe_dump(prepared.document, sort_keys=False, allow_unicode=True)
-    for file in files_of(prepared.code.archive) if code is not None else ():
-        place = str(PurePosixPath("job") / (code or ".") / file.name)
-        if place != "job/job.yaml":
-            writer.add_bytes(place, file.data, file.mode)
-    writer.add_bytes("job/job.yaml", text.encode())

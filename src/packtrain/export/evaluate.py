@@ -274,7 +274,15 @@ def evaluate(
             tasks = [_own_task(first, options.split)]
             tasks += [_own_task(subject, tasks[0].split) for subject in subjects[1:]]
             for subject, task in zip(subjects, tasks, strict=True):
-                _check_samples(first, tasks[0], subject, task)
+                # Splits that were not packed from the same raw data cannot be compared.
+                name = tasks[0].split
+                manifests = [either.recipe.pack.manifest for either in (tasks[0], task)]
+                sources = [manifest.settings.get("splits", {}).get(name) for manifest in manifests]
+                counts = [either.recipe.count(name) for either in (tasks[0], task)]
+                is_same_data = sources[0] == sources[1] and counts[0] == counts[1]
+                if manifests[0].name != manifests[1].name and not is_same_data:
+                    fault = f"the {name} splits of {first.name} and {subject.name} have different data; pass --data"
+                    raise Mistake(f"--against: {fault}")
         return [_evaluated(*pair, options, progress) for pair in zip(subjects, tasks, strict=True)]
 
 
@@ -293,19 +301,6 @@ def _check(subject: Subject, first: Subject, options: EvaluateOptions) -> None:
     if missing:
         command = install_command("train", *missing)
         raise Mistake(f"evaluate needs {', '.join(missing)} for the scores of {recipe.job.recipe}; run `{command}`")
-
-
-def _check_samples(first: Subject, first_task: EvaluationTask, second: Subject, second_task: EvaluationTask) -> None:
-    """Refuse splits that were not packed from the same raw data."""
-    split = first_task.split
-    manifests = [task.recipe.pack.manifest for task in (first_task, second_task)]
-    sources = [manifest.settings.get("splits", {}).get(split) for manifest in manifests]
-    counts = [task.recipe.count(split) for task in (first_task, second_task)]
-    is_same_data = sources[0] == sources[1] and counts[0] == counts[1]
-    if manifests[0].name != manifests[1].name and not is_same_data:
-        raise Mistake(
-            f"--against: the {split} splits of {first.name} and {second.name} have different data; pass --data"
-        )
 
 
 def _evaluated(subject: Subject, task: EvaluationTask, options: EvaluateOptions, progress: PackProgress) -> ModelScores:

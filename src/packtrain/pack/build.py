@@ -295,7 +295,16 @@ def build_pack(packing: Packing, word: str, settings: dict[str, Any], allow_drop
         held_out = name == "valid" and data.held_out is not None
         if held_out and not split.samples:
             raise FieldMistake("data.valid", f"none of the samples is in {data.share} of them; hold out more")
-        _check_drops(name, split, allow_drops)
+        if not split.samples:
+            raise FieldMistake(f"data.{name}", f"no usable samples{_left_out(split) or ': the source is empty'}")
+        dropped = split.num_dropped
+        if dropped > MAX_DROPPED * (dropped + split.samples) and not allow_drops:
+            reason, drops = next(iter(split.dropped.items()))
+            raise FieldMistake(
+                f"data.{name}",
+                f"{dropped:,} of {dropped + split.samples:,} samples are unusable, most often ({drops.count:,}):"
+                f" {reason}, such as {drops.names[0]}; fix them, or pass --allow-drops",
+            )
         share = f", {data.share} of the training data, chosen by their content" if held_out else ""
         progress.say(f"{name}: {split.samples:,} {kind.nouns}{share}{_left_out(split, kind.drops_samples_only)}")
         if kind.has_sizes:
@@ -338,19 +347,6 @@ def _left_out(split: Split, shares: bool = False) -> str:
         for reason, drops in reasons.items()
     )
     return f"; left out {listed}" if listed else ""
-
-
-def _check_drops(name: str, split: Split, allow_drops: bool) -> None:
-    if not split.samples:
-        raise FieldMistake(f"data.{name}", f"no usable samples{_left_out(split) or ': the source is empty'}")
-    dropped = split.num_dropped
-    if dropped > MAX_DROPPED * (dropped + split.samples) and not allow_drops:
-        reason, drops = next(iter(split.dropped.items()))
-        raise FieldMistake(
-            f"data.{name}",
-            f"{dropped:,} of {dropped + split.samples:,} samples are unusable, most often ({drops.count:,}): {reason},"
-            f" such as {drops.names[0]}; fix them, or pass --allow-drops",
-        )
 
 
 def _warn_of_overlap(contents: PackContents, progress: PackProgress) -> None:

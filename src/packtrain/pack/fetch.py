@@ -102,7 +102,14 @@ def local_source(
     address = source.paths[0]
 
     def fetch_beside(name: str) -> Path:
-        return fetch(_beside(address, name), lambda _text: None, MAX_IMAGE_BYTES)
+        """Fetch a file that is named by the file at `address`; never from outside of its folder."""
+        name = posixpath.normpath(name)
+        if address.startswith("store:") or address.lower().startswith(tuple(f"{bucket}:" for bucket in _BUCKETS)):
+            neighbor = address[: max(address.rfind("/"), len("store:") - 1) + 1] + name
+        else:
+            # Quoted: a name such as https://elsewhere/x stays below the folder
+            neighbor = urljoin(address, quote(name))
+        return fetch(neighbor, lambda _text: None, MAX_IMAGE_BYTES)
 
     _fetch_named(beside, folder, fetch_beside, lambda count: say(f"fetching the images of {shown(address)}{count}"))
     return beside
@@ -150,14 +157,6 @@ def remote_size(path: str, store: Store) -> int | None:
     if entry is None:
         raise MissingFile(f"{printable(path[:200])}: not found in {origin.url}")
     return entry.size
-
-
-def _beside(address: str, name: str) -> str:
-    """Return the address of a file that is named by the file at `address`; never outside of its folder."""
-    name = posixpath.normpath(name)
-    if address.startswith("store:") or address.lower().startswith(tuple(f"{bucket}:" for bucket in _BUCKETS)):
-        return address[: max(address.rfind("/"), len("store:") - 1) + 1] + name
-    return urljoin(address, quote(name))  # quoted: a name such as https://elsewhere/x stays below the folder
 
 
 def _fetch_named(source: Source, folder: Path, fetch: Callable[[str], Path], tell: Say) -> None:

@@ -98,16 +98,9 @@ def _layers(model: Transformer, names: str) -> list[str]:
 
 
 def graphs_of(model: Transformer) -> dict[str, Graph]:
-    return {"encoder": _encoder(model), "decoder": _decoder(model)}
-
-
-def _encoder(model: Transformer) -> Graph:
-    length = Dim("length", max=model.longest_source)
-    source = Input(torch.full((2, 3), model.vocabulary - 1), {0: Dim("sources"), 1: length})
-    return Graph(TextEncoder(model), {"source": source}, ["mask", *_layers(model, "memory_keys memory_values")])
-
-
-def _decoder(model: Transformer) -> Graph:
+    source_length = Dim("length", max=model.longest_source)
+    source = Input(torch.full((2, 3), model.vocabulary - 1), {0: Dim("sources"), 1: source_length})
+    encoder = Graph(TextEncoder(model), {"source": source}, ["mask", *_layers(model, "memory_keys memory_values")])
     sources, beam, length, new_tokens = Dim("sources"), Dim("beam"), Dim("length"), Dim("new")
     earlier, predicted = Dim("earlier"), Dim("predicted")
     heads, width = model.shape.heads, model.shape.width // model.shape.heads
@@ -124,4 +117,5 @@ def _decoder(model: Transformer) -> Graph:
         "mask": Input(torch.ones(2, 1, 1, 4, dtype=torch.bool), {0: sources, 3: length}),
     }
     caches = {name: memory if name.startswith("memory") else written for name in names}
-    return Graph(TextDecoder(model), inputs | caches, [*OUTCOME, *_layers(model, "new_keys new_values")])
+    decoder = Graph(TextDecoder(model), inputs | caches, [*OUTCOME, *_layers(model, "new_keys new_values")])
+    return {"encoder": encoder, "decoder": decoder}

@@ -17,7 +17,7 @@ from packtrain.pack.kind import ShownSample, kind_of
 from packtrain.pack.manifest import Split, is_copy
 from packtrain.pack.shard import Columns
 from packtrain.report.pack_stats import Bar, ColumnsOf, PackStats, SplitStats
-from packtrain.report.page import POLICY, WIDTH, escape, page, style_sheet, wide
+from packtrain.report.page import POLICY, WIDTH, cut, escape, page, style_sheet, wide
 from packtrain.units import show_bytes, show_count
 
 if TYPE_CHECKING:
@@ -126,12 +126,17 @@ def sample_page(stats: PackStats, columns: ColumnsOf, vocabularies: Sequence[Voc
     kind = kind_of(stats.manifest.kind)
     originals = [split for split in stats.splits if not is_copy(split.name)]  # copies have the same samples
     for split in originals:
-        chosen = list(_chosen(split, columns, TEXTS if kind.heads else PICTURES))
+        numbers, before = evenly(split.split.samples, TEXTS if kind.heads else PICTURES), 0
+        chosen: list[tuple[Columns, int]] = []  # the shard and the row of each sample
+        for shard in columns(split.name):
+            chosen += [(shard, number - before) for number in numbers if before <= number < before + len(shard)]
+            before += len(shard)
         shown = (kind.shown(shard, row, stats.manifest.classes, vocabularies) for shard, row in chosen)
         if kind.heads:
             heads = "".join(f"<th>{_name(head)}</th>" for head in kind.heads)
             cells = (
-                "".join(f'<td class="text" dir="auto">{_text(text)}</td>' for text in sample.texts) for sample in shown
+                "".join(f'<td class="text" dir="auto">{cut(text, _TEXT_LENGTH)}</td>' for text in sample.texts)
+                for sample in shown
             )
             samples = f"<table><tr>{heads}</tr>{''.join(f'<tr>{row}</tr>' for row in cells)}</table>"
         else:
@@ -144,11 +149,6 @@ def sample_page(stats: PackStats, columns: ColumnsOf, vocabularies: Sequence[Voc
 
 def _name(text: str) -> str:
     return escape(printable(text))
-
-
-def _text(text: str) -> str:
-    """Escape a text of the data, shortened."""
-    return escape(text if len(text) <= _TEXT_LENGTH else f"{text[:_TEXT_LENGTH]} ...")
 
 
 def _html(table: StatsTable) -> str:
@@ -194,15 +194,6 @@ def bar_chart(title: str, bars: Sequence[Bar], limit: int | None = None) -> str:
     return f"<figure><figcaption>{escape(title)}</figcaption>{''.join(elements)}</svg></figure>"
 
 
-def _chosen(split: SplitStats, columns: ColumnsOf, count: int) -> Iterator[tuple[Columns, int]]:
-    """Yield the shard and row of samples from all parts of a split."""
-    numbers = evenly(split.split.samples, count)
-    before = 0
-    for shard in columns(split.name):
-        yield from ((shard, number - before) for number in numbers if before <= number < before + len(shard))
-        before += len(shard)
-
-
 def evenly(total: int, count: int) -> list[int]:
     """Return at most `most` of the numbers below `total`, as far apart as possible, with both ends."""
     return sorted({round(place) for place in np.linspace(0, total - 1, min(total, count)).tolist()})
@@ -213,8 +204,8 @@ def _picture(sample: ShownSample) -> str:
     size_class = ' class="small"' if max(sample.width, sample.height) < THUMBNAIL_PIXELS // 2 else ""
     source = base64.b64encode(data or b"").decode()
     image = f'<img{size_class} src="data:image/jpeg;base64,{source}" alt="">' if source else "unreadable"
-    hint = _text("\n".join([f"{sample.width:,} x {sample.height:,}", *sample.texts]))
-    caption = f'<figcaption dir="auto">{_text(sample.texts[0])}</figcaption>'
+    hint = cut("\n".join([f"{sample.width:,} x {sample.height:,}", *sample.texts]), _TEXT_LENGTH)
+    caption = f'<figcaption dir="auto">{cut(sample.texts[0], _TEXT_LENGTH)}</figcaption>'
     return f'<figure title="{hint}"><div class="frame">{image}</div>{caption}</figure>'
 
 

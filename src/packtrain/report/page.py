@@ -37,6 +37,7 @@ _COLORS = (
 _LEFT, _RIGHT, _TOP, _BOTTOM = 56, 16, 14, 30  # margins of a chart
 MAX_POINTS = 300
 """Of a line: more than a chart has pixels to tell apart."""
+TEXT_LENGTH = 600  # characters of a text that are shown
 _SHORT = 20  # characters of a cell that does not wrap
 _MIN_TICK = 1e-300  # below it, floats run out of digits
 
@@ -83,6 +84,11 @@ class Series:
 def escape(text: str) -> str:
     """Return text as HTML that means nothing, with what would turn its direction escaped as in a terminal."""
     return html.escape(harmless(text, keep="\n\t"))
+
+
+def cut(text: str, length: int = TEXT_LENGTH) -> str:
+    """Return a text as HTML, without the end of a long one."""
+    return escape(text if len(text) <= length else f"{text[:length]} ...")
 
 
 def line_chart(

@@ -14,9 +14,9 @@ from packtrain.observe.spans import SPANS
 from packtrain.observe.status import Status
 from packtrain.report.finding import VERDICTS, Chart, Figure, Finding, Rows, Shares, Text, Topic
 from packtrain.report.learning import training_loss
-from packtrain.report.page import POLICY, Series, escape, html_table, line_chart, page, style_sheet, wide
+from packtrain.report.page import POLICY, Series, cut, escape, html_table, line_chart, page, style_sheet, wide
 from packtrain.report.sample_view import STYLE as SAMPLE_STYLE
-from packtrain.report.sample_view import confusions, cut, samples_html
+from packtrain.report.sample_view import confusions, samples_html
 from packtrain.run.records import Event, Sample
 from packtrain.units import counted, show_count, show_dollars, show_score, show_seconds, show_speed
 

@@ -9,12 +9,11 @@ from collections.abc import Mapping, Sequence
 from difflib import SequenceMatcher
 
 from packtrain.report.finding import Rows
-from packtrain.report.page import escape, style_sheet, wide
+from packtrain.report.page import TEXT_LENGTH, cut, escape, style_sheet, wide
 from packtrain.run.records import Sample
 
 STYLE = style_sheet("samples.css")
 MAX_SAMPLES = 16
-_TEXT_LENGTH = 600
 _CONFUSIONS = 12
 _VEIL = 210  # how dark a place is that the model did not look at, of 255
 
@@ -69,14 +68,9 @@ def _shape(jpeg: bytes) -> str:
         return ""
 
 
-def cut(text: str) -> str:
-    """Return a text as HTML, without the end of a long one."""
-    return escape(text if len(text) <= _TEXT_LENGTH else f"{text[:_TEXT_LENGTH]} ...")
-
-
 def _marked(prediction: str, reference: str) -> str:
     """Underline the words that the reference does not have there."""
-    if max(len(prediction), len(reference)) > _TEXT_LENGTH:  # comparing takes the square of the length
+    if max(len(prediction), len(reference)) > TEXT_LENGTH:  # comparing takes the square of the length
         return cut(prediction)
     predicted, meant = prediction.split(), reference.split()
     marked = []

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from statistics import fmean, median
 
@@ -428,11 +428,11 @@ def balance(evidence: Evidence) -> Finding | None:
     ranks = evidence.rank_seconds
     if len(ranks) < 2 or len(evidence.steps) < _MIN_STEPS:
         return unknown(key, "speed", question, _few_steps(evidence) if len(ranks) > 1 else "times of one worker only")
-    work = {rank: sum(spans[span] for span in RANK_WORK) for rank, spans in ranks.items()}
+    work = {rank: sum(seconds[span] for span in RANK_WORK) for rank, seconds in ranks.items()}
     slowest = max(work, key=lambda rank: work[rank])
     times_of_others = [seconds for rank, seconds in work.items() if rank != slowest]
     ratio = work[slowest] / median(times_of_others) if median(times_of_others) > 0 else 1.0
-    waits = {rank: shares([spans]).get("wait", 0.0) for rank, spans in ranks.items()}
+    waits = {rank: shares([seconds]).get("wait", 0.0) for rank, seconds in ranks.items()}
     waited = fmean(share for rank, share in waits.items() if rank != slowest)
     where = _node_of(evidence, slowest)
     facts = (
@@ -441,7 +441,12 @@ def balance(evidence: Evidence) -> Finding | None:
         "Work is data, forward, backward and optimizer. A slow worker is named if it takes 10 % longer and the others"
         " wait at least 5 % of the time.",
     )
-    grid = _rank_grid(ranks)
+    spans = [span for span in STEP_SPANS if any(spans_of_rank.get(span, 0.0) > 0 for spans_of_rank in ranks.values())]
+    rows = []
+    for rank, seconds in sorted(ranks.items())[:_MAX_ROWS]:
+        rank_shares = shares([seconds])
+        rows.append((str(rank), *(f"{rank_shares.get(span, 0.0):.1%}" for span in spans)))
+    grid = Rows(("rank", *(LABELS[span] for span in spans)), tuple(rows))
     numbers = {"slowest_rank": float(slowest), "slowest_ratio": ratio, "waiting_share": waited}
     if ratio > 1.1 and waited >= 0.05:
         why = max(RANK_WORK, key=lambda span: ranks[slowest][span] - median(ranks[rank][span] for rank in ranks))
@@ -468,15 +473,6 @@ def _node_of(evidence: Evidence, rank: int) -> str:
             return f" on {member.node}"
         first += member.workers
     return ""
-
-
-def _rank_grid(ranks: Mapping[int, Mapping[str, float]]) -> Rows:
-    spans = [span for span in STEP_SPANS if any(spans_of_rank.get(span, 0.0) > 0 for spans_of_rank in ranks.values())]
-    rows = []
-    for rank, seconds in sorted(ranks.items())[:_MAX_ROWS]:
-        rank_shares = shares([seconds])
-        rows.append((str(rank), *(f"{rank_shares.get(span, 0.0):.1%}" for span in spans)))
-    return Rows(("rank", *(LABELS[span] for span in spans)), tuple(rows))
 
 
 def scaling(evidence: Evidence) -> Finding | None:

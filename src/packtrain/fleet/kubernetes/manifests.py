@@ -53,7 +53,17 @@ def documents(run: Run, settings: KubernetesSettings, form: str = "job") -> list
     """Return what `kubectl apply` takes: a plain Job, or the same for the operators JobSet and Kubeflow Trainer."""
     seconds = budget_seconds(run, settings.machines.least)  # of a range: fewer machines may run longer
     if form == "jobset":
-        return [_jobset(run, settings, seconds)]
+        spec = _job_spec(run, settings, seconds)
+        spec["completionMode"] = "NonIndexed"  # JobSet's own default would need `completions`
+        moved = {field: spec.pop(field) for field in ("ttlSecondsAfterFinished", "suspend") if field in spec}
+        template = {"metadata": _marks(run, settings), "spec": spec}
+        jobset: Document = {
+            "apiVersion": "jobset.x-k8s.io/v1alpha2",
+            "kind": "JobSet",
+            "metadata": _metadata(_short_name(run), run, settings, seconds),
+            "spec": {**moved, "replicatedJobs": [{"name": CONTAINER, "replicas": 1, "template": template}]},
+        }
+        return [jobset]
     if form == "trainjob":
         return _trainjob(run, settings, seconds)
     metadata = _metadata(label_of(run), run, settings, seconds)
@@ -163,13 +173,21 @@ def _pod_spec(run: Run, settings: KubernetesSettings, seconds: float | None) -> 
         container["resources"] = {"requests": amounts, "limits": dict(amounts)}
     if settings.store_secret is not None:
         container["envFrom"] = [{"secretRef": {"name": settings.store_secret}}]
+    security: Document = {"seccompProfile": {"type": "RuntimeDefault"}}
+    if settings.user != 0:
+        security["runAsNonRoot"] = True
+    if settings.user is not None:
+        # The group owns what is mounted, so that a user without root can write there. The owner of a million images is
+        # changed once, not before every start of a pod.
+        security |= {"runAsUser": settings.user, "runAsGroup": settings.user, "fsGroup": settings.user}
+        security["fsGroupChangePolicy"] = "OnRootMismatch"
     spec: Document = {
         "restartPolicy": "Never",
         "terminationGracePeriodSeconds": int(settings.grace.value),
         # Otherwise the node is process 1, which nobody reaps for, and which ignores SIGTERM until it handles it.
         "shareProcessNamespace": True,
         "enableServiceLinks": False,
-        "securityContext": _security(settings),
+        "securityContext": security,
         "tolerations": _tolerations(settings),
         **_placement(run, settings),
         "containers": [container],
@@ -204,18 +222,6 @@ def _placement(run: Run, settings: KubernetesSettings) -> Document:
         placement["hostNetwork"] = True
         placement["dnsPolicy"] = "ClusterFirstWithHostNet"
     return placement
-
-
-def _security(settings: KubernetesSettings) -> Document:
-    context: Document = {"seccompProfile": {"type": "RuntimeDefault"}}
-    if settings.user != 0:
-        context["runAsNonRoot"] = True
-    if settings.user is not None:
-        # The group owns what is mounted, so that a user without root can write there. The owner of a million images is
-        # changed once, not before every start of a pod.
-        context |= {"runAsUser": settings.user, "runAsGroup": settings.user, "fsGroup": settings.user}
-        context["fsGroupChangePolicy"] = "OnRootMismatch"
-    return context
 
 
 def _tolerations(settings: KubernetesSettings) -> list[Document]:
@@ -288,19 +294,6 @@ def is_mounted(path: str, settings: KubernetesSettings) -> bool:
 
 def _short_name(run: Run) -> str:
     return f"pt-{run.name[:32].rstrip('-')}-{label_of(run)[-8:]}"
-
-
-def _jobset(run: Run, settings: KubernetesSettings, seconds: float | None) -> Document:
-    spec = _job_spec(run, settings, seconds)
-    spec["completionMode"] = "NonIndexed"  # JobSet's own default would need `completions`
-    moved = {field: spec.pop(field) for field in ("ttlSecondsAfterFinished", "suspend") if field in spec}
-    template = {"metadata": _marks(run, settings), "spec": spec}
-    return {
-        "apiVersion": "jobset.x-k8s.io/v1alpha2",
-        "kind": "JobSet",
-        "metadata": _metadata(_short_name(run), run, settings, seconds),
-        "spec": {**moved, "replicatedJobs": [{"name": CONTAINER, "replicas": 1, "template": template}]},
-    }
 
 
 def _trainjob(run: Run, settings: KubernetesSettings, seconds: float | None) -> list[Document]:

@@ -54,10 +54,6 @@ class CaptionDecoder(ModelPart[Captioner]):
 
 def graphs_of(model: Captioner) -> dict[str, Graph]:
     encoder = Graph(ImageEncoder(model), {"pixels": example_pixels(model.encoder)}, ["features", "keys", "state"])
-    return {"encoder": encoder, "decoder": _decoder(model)}
-
-
-def _decoder(model: Captioner) -> Graph:
     images, beam, predicted, positions = Dim("images"), Dim("beam"), Dim("predicted"), Dim("positions")
     features, width = model.encoder.shape.features, model.first_state.out_features
     inputs = {
@@ -68,4 +64,5 @@ def _decoder(model: Captioner) -> Graph:
         "features": Input(torch.zeros(2, 5, features), {0: images, 1: positions}),
         "keys": Input(torch.zeros(2, 5, model.shape.attention), {0: images, 1: positions}),
     }
-    return Graph(CaptionDecoder(model), inputs, [*OUTCOME, "next_state", "attention"])
+    decoder = Graph(CaptionDecoder(model), inputs, [*OUTCOME, "next_state", "attention"])
+    return {"encoder": encoder, "decoder": decoder}
