@@ -269,22 +269,18 @@ class Ema:
             shared = common()
             weights = [shared.get(name, parameter) for name, parameter in self._source.named_parameters()]
             self._pairs = list(self.model.parameters()), weights
-            self._statistics = _by_dtype(list(self.model.buffers()), list(self._source.buffers()))
+            # By dtype: a GPU copies tensors of one dtype in a few kernels.
+            groups: dict[torch.dtype, tuple[list[Tensor], list[Tensor]]] = {}
+            for average, source in zip(self.model.buffers(), self._source.buffers(), strict=True):
+                group = groups.setdefault(source.dtype, ([], []))
+                group[0].append(average)
+                group[1].append(source)
+            self._statistics = list(groups.values())
         averages, weights = self._pairs
         with torch.no_grad():
             torch._foreach_lerp_(averages, weights, 1 - decay)
             for buffers, sources in self._statistics:
                 torch._foreach_copy_(buffers, sources)  # statistics of norm layers are averages already
-
-
-def _by_dtype(copies: list[Tensor], sources: list[Tensor]) -> list[tuple[list[Tensor], list[Tensor]]]:
-    """Group pairs by dtype: a GPU copies tensors of one dtype in a few kernels."""
-    groups: dict[torch.dtype, tuple[list[Tensor], list[Tensor]]] = {}
-    for copied, source in zip(copies, sources, strict=True):
-        group = groups.setdefault(source.dtype, ([], []))
-        group[0].append(copied)
-        group[1].append(source)
-    return list(groups.values())
 
 
 _TRIED_SAMPLES, _NAMED_SAMPLES = 256, 5

@@ -78,7 +78,12 @@ class Evaluator:
         if measurements is None:
             return None
         if earlier is not None:
-            measurements = _together(earlier, missing, measurements)
+            # Merge the missing outputs into the known ones, in sample order.
+            ids = np.concatenate([earlier.decoded, missing])
+            outputs = [*earlier.outputs, *(output for measurement in measurements for output in measurement.outputs)]
+            ordered = [outputs[at] for at in np.argsort(ids, kind="stable").tolist()]
+            first, *following = earlier.measurements
+            measurements = [replace(first, outputs=ordered), *(replace(later, outputs=[]) for later in following)]
         if self._world.is_first:  # for all: comparing outputs with a corpus takes a while
             scores = self._recipe.score(split, decoded, measurements)
             self._world.share(json.dumps(asdict(scores)).encode())
@@ -112,15 +117,6 @@ class Evaluator:
         self._before_waiting()
         gathered = self._world.gather(message)
         return None if _ABANDONED in gathered else [_MEASUREMENT.validate_json(data) for data in gathered]
-
-
-def _together(earlier: Evaluation, missing: Ids, measurements: Sequence[Measurement]) -> list[Measurement]:
-    """Merge the missing outputs into the known ones, in sample order."""
-    ids = np.concatenate([earlier.decoded, missing])
-    outputs = [*earlier.outputs, *(output for measurement in measurements for output in measurement.outputs)]
-    ordered = [outputs[at] for at in np.argsort(ids, kind="stable").tolist()]
-    first, *following = earlier.measurements
-    return [replace(first, outputs=ordered), *(replace(measurement, outputs=[]) for measurement in following)]
 
 
 def evaluate(engine: Engine, recipe: Recipe, world: World, split: str, decode: int | None, beam: int) -> Scores | None:

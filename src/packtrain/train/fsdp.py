@@ -51,12 +51,19 @@ class FsdpSync(GradientSync):
     saves_parts = True
 
     def __init__(self, settings: FsdpSettings, synced: SyncedModel) -> None:
+        import torch
         from torch.distributed.device_mesh import init_device_mesh
 
         world, dtype = synced.world, synced.dtype
         models = (synced.model, *synced.followers)
         for model in models:
-            _send_buffers(model, world)
+            # Give all ranks the first one's buffers, on their devices.
+            for module in model.modules():
+                for name, buffer in module.named_buffers(recurse=False):
+                    module._buffers[name] = (
+                        torch.empty_like(buffer, device=world.device) if buffer.is_meta else buffer.to(world.device)
+                    )
+            world.broadcast_all(list(model.buffers()))
         super().__init__(synced)
         self._accumulates_shards = not settings.whole_gradients
         self._weight_bytes = dtype.itemsize
@@ -138,17 +145,6 @@ def _send_weights(modules: Iterable[nn.Module], world: World) -> None:
         # Channels last cannot be sharded.
         parameter.data = parameter.data.to(world.device).contiguous()
     world.broadcast_all([parameter.data for parameter in unsent])
-
-
-def _send_buffers(model: nn.Module, world: World) -> None:
-    """Give all ranks the first one's buffers, on their devices."""
-    import torch
-
-    for module in model.modules():
-        for name, buffer in module.named_buffers(recurse=False):
-            on_device = torch.empty_like(buffer, device=world.device) if buffer.is_meta else buffer.to(world.device)
-            module._buffers[name] = on_device
-    world.broadcast_all(list(model.buffers()))
 
 
 def _norms(model: nn.Module) -> list[nn.Module]:

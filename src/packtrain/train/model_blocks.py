@@ -39,22 +39,18 @@ class CompileError(Mistake):
 def replace_forwards(model: nn.Module, blocks: Sequence[nn.Module], settings: TrainSettings) -> None:
     """Compile the blocks and recompute their activations, as the job says."""
     if settings.compile:
-        _configure_compiler()
+        config = torch._dynamo.config
+        # Beyond its limit, the compiler would otherwise leave a layer uncompiled without a word.
+        config.fail_on_recompile_limit_hit = True
+        config.recompile_limit, config.accumulated_recompile_limit = _MOST_GRAPHS, _MOST_GRAPHS
+        # It divides whole models at the buckets of ddp. A block is smaller, and its gradients overlap as it is.
+        config.optimize_ddp = False
+        # Else sizes that are equal in the first batch are taken for one size: the graph of a batch would depend on
+        # which was the first of the process, and so on where a run was resumed.
+        torch.fx.experimental._config.use_duck_shape = False
     if settings.compile or settings.activation_checkpointing:
         for block in blocks:
             block.forward = _forward_in_training(model, block, settings)
-
-
-def _configure_compiler() -> None:
-    config = torch._dynamo.config
-    # Beyond its limit, the compiler would otherwise leave a layer uncompiled without a word.
-    config.fail_on_recompile_limit_hit = True
-    config.recompile_limit, config.accumulated_recompile_limit = _MOST_GRAPHS, _MOST_GRAPHS
-    # It divides whole models at the buckets of ddp. A block is smaller than that, and its gradients overlap as it is.
-    config.optimize_ddp = False
-    # Else sizes that are equal in the first batch are taken for one size: the graph of a batch would depend on which
-    # was the first of the process, and so on where a run was resumed.
-    torch.fx.experimental._config.use_duck_shape = False
 
 
 def has_varying_sizes(block: nn.Module) -> bool:

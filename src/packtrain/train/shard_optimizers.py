@@ -134,7 +134,10 @@ class Lamb(_ShardOptimizer):
         first, second = group["beta1"], group["beta2"]
         gradients = self._gradients(parameters)
         means, squares = (_shards(self._states(parameters, entry)) for entry in ("exp_avg", "exp_avg_sq"))
-        steps = self._steps(parameters)
+        for parameter in parameters:
+            if "step" not in self.state[parameter]:
+                self.state[parameter]["step"] = torch.zeros((), dtype=torch.float32, device=parameter.device)
+        steps = [self.state[parameter]["step"] for parameter in parameters]
         torch._foreach_add_(steps, 1.0)
         torch._foreach_lerp_(means, gradients, 1 - first)
         torch._foreach_mul_(squares, second)
@@ -148,12 +151,6 @@ class Lamb(_ShardOptimizer):
         updates = torch._foreach_div(means, list(means_are.unbind()))
         torch._foreach_div_(updates, denominators)
         return list(updates)
-
-    def _steps(self, parameters: list[Tensor]) -> list[Tensor]:
-        for parameter in parameters:
-            if "step" not in self.state[parameter]:
-                self.state[parameter]["step"] = torch.zeros((), dtype=torch.float32, device=parameter.device)
-        return [self.state[parameter]["step"] for parameter in parameters]
 
 
 def _norms(parameters: list[Tensor], *lists: list[Tensor]) -> list[Tensor]:

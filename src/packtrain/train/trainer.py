@@ -110,7 +110,6 @@ class Trainer:
 
     @property
     def step(self) -> int:
-        """The number of steps made."""
         return self._progress.step
 
     def heed_seconds(self) -> float:
@@ -436,11 +435,14 @@ class Trainer:
         if not self._checkpointer.has_committed(self._progress.step):
             raise PacktrainError("the last checkpoint did not reach the store; the run is not finished")
         self._recorder.flush_points()
+        # The run's time includes its startup, and what failed generations lost.
+        latest = self._run.latest_generation()
+        used_before = 0.0 if latest is None else latest.used_seconds
         return Result(
             "finished",
             f"reached {self._job.train.duration}",
             self._progress.step,
-            self._used_seconds(),
+            used_before + self._startup_seconds + time.monotonic() - self._started,
             {f"{split}.{name}": value for name, value in scores.values.items()},
             {f"{split}.{name}": text for name, text in scores.signatures.items()},
             scores.samples,
@@ -469,12 +471,6 @@ class Trainer:
         samples, counts = (scores.samples, scores.counts) if scores else ((), {})
         point = Point(kind, self._generation, step, time.time(), values, samples, counts)  # type: ignore[arg-type]
         self._recorder.point(point)
-
-    def _used_seconds(self) -> float:
-        """Return the time that the run took, with its startup and with what failed generations lost."""
-        latest = self._run.latest_generation()
-        before = 0.0 if latest is None else latest.used_seconds
-        return before + self._startup_seconds + time.monotonic() - self._started
 
     def _stop_requested(self) -> bool:
         return self._stop_signal.received or self._control.stop_requested()
