@@ -10,6 +10,7 @@ import math
 import re
 import signal
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from itertools import pairwise
 from pathlib import Path
@@ -147,7 +148,15 @@ def _by_output(generation: int, code: int, output: LastOutput) -> NodeReport:
         cause = _cause_in(error)
         if cause == "program" and _MISTAKES.match(error):
             cause = "mistake"
-        return NodeReport(generation, cause, f"{_place_of(text[:start])}{error}; see `packtrain logs`")
+        # Such as `train.py:7: `, the innermost line of the program's own code in the traceback that ends here.
+        frames = _FRAME.findall(text[:start].rpartition(_TRACEBACK)[2])
+        code_lines = [
+            (name.rpartition("/code/")[2], number)
+            for name, number in frames
+            if "/site-packages/" not in name and "/code/" in name
+        ]
+        place = "{}:{}: ".format(*code_lines[-1]) if code_lines else ""
+        return NodeReport(generation, cause, f"{place}{error}; see `packtrain logs`")
     lines = [line.strip() for line in workers.splitlines()]
     last = [line for line in lines if line and not line.startswith("usage:") and not is_consequence(line)]
     words = f": {' / '.join(last[-_LAST_LINES:])}" if last else ""
@@ -179,14 +188,6 @@ def _errors_in(output: str) -> list[tuple[int, str]]:
             in_traceback = is_ignored = False
         start += len(line)
     return errors
-
-
-def _place_of(before: str) -> str:
-    """Return `train.py:7: `, the innermost line of the program's own code in the traceback that ends here."""
-    trace = before.rpartition(_TRACEBACK)[2]
-    frames = [(name, number) for name, number in _FRAME.findall(trace) if "/site-packages/" not in name]
-    own_frames = [(name.rpartition("/code/")[2], number) for name, number in frames if "/code/" in name]
-    return "{}:{}: ".format(*own_frames[-1]) if own_frames else ""
 
 
 def _cause_in(text: str) -> Cause:
@@ -308,11 +309,8 @@ def oom_kills(root: Path = Path("/")) -> int:
             files.append(root / "sys/fs/cgroup" / relative / "memory.events")
         elif "memory" in controllers.split(","):
             files.append(root / "sys/fs/cgroup/memory" / relative / "memory.oom_control")
-    return sum(_count(path) for path in dict.fromkeys(files))
-
-
-def _count(path: Path) -> int:
-    try:
-        return sum(map(int, re.findall(r"^oom_kill +(\d+)$", path.read_text("utf-8"), re.MULTILINE)))
-    except OSError:
-        return 0
+    count = 0
+    for file in dict.fromkeys(files):
+        with suppress(OSError):
+            count += sum(map(int, re.findall(r"^oom_kill +(\d+)$", file.read_text("utf-8"), re.MULTILINE)))
+    return count

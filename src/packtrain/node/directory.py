@@ -142,7 +142,11 @@ def take_over_leftovers(run: Run, tell: TellEvent) -> None:
     for path in sorted(directory.iterdir()) if directory.exists() else ():
         try:
             if path.suffix == _SLOT:
-                _remove_slot(path)
+                # Of a node that was killed. Those of other machines, and from before a reboot, have to be old.
+                is_here = f"-{_short_digest(machine_id())}-" in path.name
+                if is_here or time.time() - path.stat().st_mtime >= _FOREIGN_SECONDS:
+                    with FileLock(path, wait=False):
+                        path.unlink(missing_ok=True)
             owner = owner_of(path)
             if not path.is_dir() or not _is_ours(run, path, owner):
                 continue
@@ -158,14 +162,6 @@ def take_over_leftovers(run: Run, tell: TellEvent) -> None:
                 lock.close()
                 continue
         NodeDirectory(path, lock).remove()  # last: while it exists and is locked, no other node takes it over
-
-
-def _remove_slot(path: Path) -> None:
-    """Remove the slot of a node that was killed. Those of other machines, and from before a reboot, have to be old."""
-    is_here = f"-{_short_digest(machine_id())}-" in path.name
-    if is_here or time.time() - path.stat().st_mtime >= _FOREIGN_SECONDS:
-        with FileLock(path, wait=False):
-            path.unlink(missing_ok=True)
 
 
 def _is_ours(run: Run, path: Path, owner: Owner | None) -> bool:

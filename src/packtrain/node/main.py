@@ -74,7 +74,12 @@ def take_part(
         if options.identity is not None and identity() != options.identity:  # workers might compute something else
             versions = f"this machine has packtrain {identity()}, the client has {options.identity}"
             raise Mistake(f"{versions}; build the image again")
-        _check_code(run, options.code, accept)
+        if options.code is None:  # no client has started this node: ask the person
+            require_trust(run, accept)
+        elif run.code_digest != options.code:
+            # Not a Mistake: nobody is at this machine to correct it, and a rented one has to shut down.
+            fault = f"job or code in {run.store.url} are not those that its client started"
+            raise RunFailed(f"{run.name}: {fault}; not run")
         ending.power_off = options.power_off or run.job.fleet.kind.power_off
         ending.slot = NodeSlot(run)
         node = ending.node = _create(run, options, notices(), ending.slot)
@@ -126,7 +131,13 @@ def _machine_off_after(run: Run, log: OwnLog, ending: _Ending) -> Iterator[None]
         raise
     except Exception as error:
         if ending.is_over and not isinstance(error, StoreAway):
-            _record_crash(run, error)
+            # Its machine may soon be unreachable. A new writer: the node's own may be what crashed, and a writer's name
+            # is used only once.
+            machine = socket.gethostname()
+            writer = hurried(run).event_writer(f"{machine.lower()[:40]}-{uuid.uuid4().hex[:8]}")
+            text = f"the node on {machine} crashed: {type(error).__name__}: {error}"
+            writer.append(Event(time.time(), "failure", text))
+            run_all(writer.flush)
         raise
     finally:
         with ExitStack() as last:
@@ -135,15 +146,6 @@ def _machine_off_after(run: Run, log: OwnLog, ending: _Ending) -> Iterator[None]
                 last.callback(ending.slot.close)  # from here on, another node may take this machine's part
             if ending.node is not None:
                 ending.node.mirror.end()
-
-
-def _record_crash(run: Run, error: Exception) -> None:
-    """Record in the store why a node crashed, because its machine may soon be unreachable."""
-    machine = socket.gethostname()
-    # A new writer: the node's own may be what crashed, and a writer's name is used only once.
-    writer = hurried(run).event_writer(f"{machine.lower()[:40]}-{uuid.uuid4().hex[:8]}")
-    writer.append(Event(time.time(), "failure", f"the node on {machine} crashed: {type(error).__name__}: {error}"))
-    run_all(writer.flush)
 
 
 def _wait_for_store(run: Run) -> None:
@@ -163,15 +165,6 @@ def _wait_for_store(run: Run) -> None:
                 has_said = True
             if not backoff.wait():
                 raise
-
-
-def _check_code(run: Run, expected: str | None, accept: Accept) -> None:
-    """Refuse other code than that of the client that started this node; without a client, ask the person."""
-    if expected is None:
-        require_trust(run, accept)
-    elif run.code_digest != expected:
-        # Not a Mistake: nobody is at this machine to correct it, and a rented one has to shut down.
-        raise RunFailed(f"{run.name}: job or code in {run.store.url} are not those that its client started; not run")
 
 
 def _create(run: Run, options: NodeOptions, notices: Sequence[NoticeSource], slot: NodeSlot) -> Node:

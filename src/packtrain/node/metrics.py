@@ -317,20 +317,17 @@ class _Source:
             name = scalar.tag if owner == folder else f"{folder.name}/{scalar.tag}"
             self.table.add(Logged(scalar.step, scalar.time, {name: scalar.value}))
         if self._scanned > scanned:  # not before: the program may have opened an event file in the meantime
-            self._take_printed()
+            logs_others = self._offset > 0 or len(self._files) > self._num_old
+            while self._printed:
+                logged = self._printed.popleft()
+                if not logs_others:
+                    self.table.add(logged)
         yield from self._new_points()
 
     def hear(self, line: LogLine) -> None:
         logged = parse_printed(line)
         if logged is not None:
             self._printed.append(logged)
-
-    def _take_printed(self) -> None:
-        logs_others = self._offset > 0 or len(self._files) > self._num_old
-        while self._printed:
-            logged = self._printed.popleft()
-            if not logs_others:
-                self.table.add(logged)
 
     def _new_points(self) -> Iterator[Point]:
         for point in self.table.take():

@@ -405,7 +405,13 @@ class Node:
         # A single fixed machine has no others to watch; with a range, some may ask to join.
         has_others = len(group.generation.members) > 1 or not self._job.fleet.kind.machines.is_fixed
         if has_others and self.group is group:
-            self._watch_others(group)
+            change = self.assembly.watch_others(group)
+            if isinstance(change, LostNode):
+                self._lose(group, change.node)
+            elif isinstance(change, NodeReport):
+                self._give_up(change)
+            elif change is not None:
+                self._request_stop(group, change)
 
     def _stop_workers(self, group: WorkerGroup, leaving: Leaving | None) -> None:
         """Ask the workers to commit and exit if the node has to leave, or kill them if they were asked long ago."""
@@ -444,15 +450,6 @@ class Node:
         if group.request_stop(stop):
             self._tell("stopping", stop.reason)
             self.lease.set_stopping(group.generation.number)
-
-    def _watch_others(self, group: WorkerGroup) -> None:
-        change = self.assembly.watch_others(group)
-        if isinstance(change, LostNode):
-            self._lose(group, change.node)
-        elif isinstance(change, NodeReport):
-            self._give_up(change)
-        elif change is not None:
-            self._request_stop(group, change)
 
     def _lose(self, group: WorkerGroup, node: str) -> None:
         # A node that has finished the run is gone, too: that is not a loss.

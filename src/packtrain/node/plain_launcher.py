@@ -37,7 +37,12 @@ def run_workers(command: Sequence[str], variables: Sequence[Mapping[str, str]], 
     workers: list[subprocess.Popen[bytes]] = []
     try:
         for place, own_variables in enumerate(variables):
-            workers.append(_start(command, own_variables, logs / str(place)))
+            folder = logs / str(place)
+            folder.mkdir()
+            with (folder / "stdout.log").open("wb") as out, (folder / "stderr.log").open("wb") as err:
+                environment = {**os.environ, **own_variables}
+                worker = subprocess.Popen(command, env=environment, stdout=out, stderr=err, start_new_session=True)
+                workers.append(worker)
     except OSError:
         _end(workers)
         raise
@@ -50,13 +55,6 @@ def run_workers(command: Sequence[str], variables: Sequence[Mapping[str, str]], 
         print(_REPORT.format(rank, failed, worker.returncode, worker.pid), file=sys.stderr)
     if failed is not None or signals:
         sys.exit(1)
-
-
-def _start(command: Sequence[str], variables: Mapping[str, str], folder: Path) -> subprocess.Popen[bytes]:
-    folder.mkdir()
-    with (folder / "stdout.log").open("wb") as out, (folder / "stderr.log").open("wb") as err:
-        environment = {**os.environ, **variables}
-        return subprocess.Popen(command, env=environment, stdout=out, stderr=err, start_new_session=True)
 
 
 def _failed(workers: Sequence[subprocess.Popen[bytes]]) -> int | None:

@@ -30,26 +30,22 @@ def machine_facts() -> MachineFacts:
     """Return what this machine is, and the versions of what trains on it."""
     gpus = GpuSampler()
     processor = _PROCESSOR.search(text_or_nothing(Path("/proc/cpuinfo")))
+    versions = {"packtrain": identity(), "python": platform.python_version()}
+    with suppress(PackageNotFoundError):
+        versions["torch"] = version("torch")
+    torch = find_spec("torch")  # not imported, which would take seconds
+    if torch is not None and torch.origin is not None:
+        cuda = _CUDA.search(text_or_nothing(Path(torch.origin).with_name("version.py")))
+        versions["cuda"] = cuda[1] if cuda else ""
+    versions["driver"] = gpus.driver()
     return MachineFacts(
         system=f"{platform.system()} {platform.release()}, {platform.machine()}"[:200],
         processor=(processor[1].strip() if processor else platform.processor())[:200],
         cores=usable_cores(),
         memory_bytes=psutil.virtual_memory().total,
         gpus=tuple(GpuModel(gpu.name[:200], gpu.memory_bytes) for gpu in gpus.sample()),
-        versions={name: text[:200] for name, text in {**_versions(), "driver": gpus.driver()}.items() if text},
+        versions={name: text[:200] for name, text in versions.items() if text},
     )
-
-
-def _versions() -> dict[str, str]:
-    """Return the versions of Packtrain, Python, torch and its CUDA; torch is not imported, which would take seconds."""
-    versions = {"packtrain": identity(), "python": platform.python_version()}
-    with suppress(PackageNotFoundError):
-        versions["torch"] = version("torch")
-    torch = find_spec("torch")
-    if torch is not None and torch.origin is not None:
-        cuda = _CUDA.search(text_or_nothing(Path(torch.origin).with_name("version.py")))
-        versions["cuda"] = cuda[1] if cuda else ""
-    return versions
 
 
 class TelemetrySampler:
