@@ -25,7 +25,6 @@ from packtrain.pack.manifest import Manifest, find_manifest, pack_key
 from packtrain.recipes import Recipe
 from packtrain.run.checkpoint import (
     FORMAT,
-    Checkpoint,
     Choice,
     CorruptCheckpoint,
     candidates,
@@ -141,12 +140,18 @@ def fetched(new_run: NewRun, parent: Run, say: Callable[[str], None]) -> Iterato
     assert record is not None
     with tempfile.TemporaryDirectory(prefix="from-", dir=cache_directory()) as folder:
         directory = Path(folder)
-        checkpoint = _chosen(parent, record)
+        data = parent.store.find(manifest_key(parent, record.checkpoint))
+        if data is None or hashlib.sha256(data).hexdigest() != record.sha256:
+            fault = f"checkpoint {record.checkpoint} of {parent.name} is gone"
+            raise CorruptCheckpoint(f"{fault}; run the same command again")
+        checkpoint = read_manifest(record.checkpoint, data)
         fetch(parent, checkpoint, directory)
         if record.takes == "everything":
             if new_run.pack is not None:
                 _check_goal(record, new_run.job, directory)
-                _name_pack(directory, new_run.pack.name)
+                # The same data, packed for a job of another name.
+                state = {**json.loads((directory / STATE_FILE).read_bytes()), "pack": new_run.pack.name}
+                (directory / STATE_FILE).write_text(json.dumps(state, indent=1), "utf-8")
             files = {file.name: directory / file.name for file in checkpoint.files}
             # In generation 0, before all that the run makes itself: its first workers resume from it.
             yield lambda run: commit(run, checkpoint.step, 0, checkpoint.score, files, checkpoint.reached)
@@ -158,7 +163,11 @@ def fetched(new_run: NewRun, parent: Run, say: Callable[[str], None]) -> Iterato
                 f"the pack of {parent.name} is gone from {parent.store.url}, and with it the names of its rows"
             )
         _check_rows(new_run.recipe, manifest, new_run.pack)
-        _rename_weights(directory, EMA_FILE if record.takes == "ema" else MODEL_FILE)
+        name = EMA_FILE if record.takes == "ema" else MODEL_FILE
+        file_names = parts_of(name, [path.name for path in directory.iterdir()])
+        for number, file_name in enumerate(file_names):
+            new_name = WEIGHTS_FILE if file_name == name else part_name(WEIGHTS_FILE, number, len(file_names))
+            (directory / file_name).rename(directory / new_name)
         if manifest.vocabulary is not None:
             key, limit = pack_key(manifest.name, manifest.vocabulary.name), manifest.vocabulary.bytes
             parent.store.get_file(key, directory / VOCABULARY_FILE, limit=limit)
@@ -168,16 +177,9 @@ def fetched(new_run: NewRun, parent: Run, say: Callable[[str], None]) -> Iterato
             from packtrain.train.weights import check_parent_fit
 
             # Where the model is the same, it fits; a client without torch leaves the question to the workers.
-            data = Pack(new_run.store, new_run.pack.name, cache_directory() / "packs", manifest=new_run.pack)
-            say(check_parent_fit(new_run.recipe(new_run.job, data), directory, weights).in_words)
+            pack = Pack(new_run.store, new_run.pack.name, cache_directory() / "packs", manifest=new_run.pack)
+            say(check_parent_fit(new_run.recipe(new_run.job, pack), directory, weights).in_words)
         yield lambda run: put_weights(run, directory, weights)
-
-
-def _chosen(parent: Run, record: Parent) -> Checkpoint:
-    data = parent.store.find(manifest_key(parent, record.checkpoint))
-    if data is None or hashlib.sha256(data).hexdigest() != record.sha256:
-        raise CorruptCheckpoint(f"checkpoint {record.checkpoint} of {parent.name} is gone; run the same command again")
-    return read_manifest(record.checkpoint, data)
 
 
 def _differences(parent: Run, new_run: NewRun) -> list[str]:
@@ -191,13 +193,6 @@ def _differences(parent: Run, new_run: NewRun) -> list[str]:
     if new_run.job.has_own_code and hashlib.sha256(parent.code).digest() != hashlib.sha256(new_run.code).digest():
         fields.append("code")
     return fields
-
-
-def _rename_weights(directory: Path, name: str) -> None:
-    file_names = parts_of(name, [path.name for path in directory.iterdir()])
-    for number, file_name in enumerate(file_names):
-        weights = WEIGHTS_FILE if file_name == name else part_name(WEIGHTS_FILE, number, len(file_names))
-        (directory / file_name).rename(directory / weights)
 
 
 @dataclass(frozen=True)
@@ -218,12 +213,6 @@ def _check_goal(parent: Parent, job: Job, directory: Path) -> None:
             f"{parent.run} has trained for {job.train.duration} at step {parent.step}:"
             " nothing is left to do; name an earlier step, set a longer train.duration, or pass --fresh"
         )
-
-
-def _name_pack(directory: Path, pack: str) -> None:
-    """Write the name of the new run's pack into a checkpoint: the same data, packed for a job of another name."""
-    path = directory / STATE_FILE
-    path.write_text(json.dumps({**json.loads(path.read_bytes()), "pack": pack}, indent=1), "utf-8")
 
 
 def _check_rows(recipe: type[Recipe], theirs: Manifest, ours: Manifest) -> None:

@@ -221,7 +221,10 @@ class ChunkFollower:
         followed = list(self._cursors.items())  # a writer that is listed now has no more for the moment
         for writer in self._changed():
             if writer not in self._cursors and (writers is None or writer in writers):
-                self._list(writer)
+                entries = _chunks_in(self._store, f"{self._stream}/{writer}/")
+                next_number = _number_of(entries[-1].key.rpartition("/")[2]) + 1 if entries else 0
+                self._cursors[writer] = _Cursor(next_number)
+                self._listed.extend(entries)
         size = sum(entry.size for entry in self._listed)
         if max_bytes is not None and size > max_bytes:
             raise DamagedRecord(
@@ -250,11 +253,6 @@ class ChunkFollower:
                 cursor.quiet = 0
             cursor.stamp = stamp
         return sorted(stamps)
-
-    def _list(self, writer: str) -> None:
-        entries = _chunks_in(self._store, f"{self._stream}/{writer}/")
-        self._cursors[writer] = _Cursor(_number_of(entries[-1].key.rpartition("/")[2]) + 1 if entries else 0)
-        self._listed.extend(entries)
 
     def _is_due(self, cursor: _Cursor) -> bool:
         """True for writers that wrote something lately; the others are asked now and then: most are long gone."""

@@ -473,32 +473,24 @@ def run_names(store: Store) -> list[str]:
     run is taken for older than one of the same job with a lower number.
     """
     names = [name for name in store.folders("runs/") if is_name(name)]
-    entries = zip(_read_each(lambda name: store.entry(f"runs/{name}/job.json"), names), names, strict=True)
+    entries = _read_each(lambda name: store.entry(f"runs/{name}/job.json"), names)
     # A copy under another name, as a bucket makes it, is as old as the original.
     renamed = {entry.key.removeprefix(_RENAMED).removesuffix(".json") for entry in store.list(_RENAMED)}
-    claims = {name: _claim(store, name) for name in names if name in renamed}
-    numbered = sorted(
-        (*split_name(name), _created(claims.get(name)) or entry.modified, name)
-        for entry, name in entries
-        if entry is not None
-    )
+    numbered = []
+    for entry, name in zip(entries, names, strict=True):
+        if entry is not None:
+            modified = entry.modified
+            # A damaged claim gives the run another place in the list, and hides no other run.
+            with suppress(DamagedRecord, DamagedObject):
+                if name in renamed and (claim := renamed_run(store, name)) is not None:
+                    modified = datetime.fromtimestamp(claim.created, UTC)
+            numbered.append((*split_name(name), modified, name))
     created = []
     latest: dict[str, datetime] = {}
-    for stem, number, modified, name in numbered:
+    for stem, number, modified, name in sorted(numbered):
         latest[stem] = max(modified, latest.get(stem, modified))
         created.append((latest[stem], number, name))
     return [name for *_, name in sorted(created)]
-
-
-def _claim(store: Store, name: str) -> RenamedRun | None:
-    try:
-        return renamed_run(store, name)
-    except (DamagedRecord, DamagedObject):  # then a run has another place in the list, and no other run is hidden
-        return None
-
-
-def _created(claim: RenamedRun | None) -> datetime | None:
-    return None if claim is None else datetime.fromtimestamp(claim.created, UTC)
 
 
 def removed_key(name: str) -> str:

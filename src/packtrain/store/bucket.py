@@ -99,8 +99,13 @@ class BucketStore(Store):
         try:
             return service.client(bucket, self._prefix or None, options, limits)
         except BaseError as error:
-            if _NO_CERTIFICATES not in str(error) or not service.is_plain:
-                raise _client_mistake(str(error), self.url) from None
+            message = str(error)
+            if _NO_CERTIFICATES not in message:
+                reason = message.partition("\n")[0].partition(" error: ")[2] or "the client was refused"
+                raise Mistake(f"{self.url}: {reason}; correct the keys in the environment") from None
+            if not service.is_plain:
+                advice = "install the package ca-certificates, or set SSL_CERT_FILE to a file of them"
+                raise Mistake(f"{self.url}: this machine has no CA certificates; {advice}") from None
         # obstore reads certificates even where none is ever needed; a small image may have none.
         options["allow_invalid_certificates"] = True
         return service.client(bucket, self._prefix or None, options, limits)
@@ -279,12 +284,3 @@ class BucketStore(Store):
             raise explain_server(str(error), self.url) from None
         self._bucket_seen = True
         return answer
-
-
-def _client_mistake(message: str, url: str) -> Mistake:
-    """Explain why obstore refuses to make a client."""
-    if _NO_CERTIFICATES in message:
-        advice = "install the package ca-certificates, or set SSL_CERT_FILE to a file of them"
-        return Mistake(f"{url}: this machine has no CA certificates; {advice}")
-    reason = message.partition("\n")[0].partition(" error: ")[2] or "the client was refused"
-    return Mistake(f"{url}: {reason}; correct the keys in the environment")

@@ -344,7 +344,9 @@ def _scan(folder: int, prefix: str) -> Iterator[tuple[str, os.DirEntry[str]]]:
             if is_key(name):
                 yield name, entry
             elif entry.name.startswith(TEMPORARY):
-                _remove_if_abandoned(folder, entry)
+                with suppress(OSError):  # a killed writer may have left it, a day ago or earlier
+                    if time.time() - entry.stat(follow_symlinks=False).st_mtime > _ABANDONED_SECONDS:
+                        os.unlink(entry.name, dir_fd=folder)
 
 
 def _walk(folder: int, prefix: str, after: str) -> Generator[Entry]:
@@ -390,13 +392,6 @@ def _remove_unfinished(folder: int, prefix: str, is_dead: Callable[[str], bool])
                     os.rmdir(entry.name, dir_fd=folder)
         elif entry.name.startswith(TEMPORARY) and is_dead(name):
             _unlink(folder, entry.name)
-
-
-def _remove_if_abandoned(folder: int, entry: os.DirEntry[str]) -> None:
-    """Remove a temporary file that a killed writer left a day ago or earlier."""
-    with suppress(OSError):
-        if time.time() - entry.stat(follow_symlinks=False).st_mtime > _ABANDONED_SECONDS:
-            os.unlink(entry.name, dir_fd=folder)
 
 
 def _chunks(file: int) -> Iterator[bytes]:
