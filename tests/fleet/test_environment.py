@@ -20,7 +20,7 @@ from packtrain.fleet import environment
 from packtrain.fleet.host import Host
 from packtrain.fleet.remote import Remote, Unreachable
 from packtrain.fleet.wheels import constraints, digests, own_wheel
-from packtrain.identity import altered, identity, installed_digest, wheel_of
+from packtrain.identity import altered, identity, installed_digest, source, wheel_of
 from parts import hosts
 from parts.hosts import Network
 from parts.stub_wheels import installed_packages, stub_wheel
@@ -48,12 +48,8 @@ def test_the_wheel_of_packtrain_is_the_same_every_time_and_installs(tmp_path: Pa
     with zipfile.ZipFile(io.BytesIO(data)) as wheel:
         assert wheel.testzip() is None
         names = set(wheel.namelist())
-    scripts = {
-        "Dockerfile",
-        "aws/boot.sh",
-        *(f"{name}.sh" for name in ("create", "find_any", "install", "prepare", "slurm")),
-    }
-    assert names >= {"packtrain/cli/__init__.py", *(f"packtrain/fleet/{name}" for name in scripts)}
+    assert names >= {f"packtrain/{name}" for name in source()}, "scripts, style sheets and pages are in it"
+    assert {"packtrain/fleet/create.sh", "packtrain/report/page.css", "packtrain/export/packtrain.service"} <= names
     (tmp_path / name).write_bytes(data)
     target = tmp_path / "there"
     command = [sys.executable, "-m", "pip", "install", "--quiet", "--no-deps", "--no-index", "--target", str(target)]
