@@ -126,8 +126,8 @@ class NoWorkers:
     def kill(self) -> None: ...
 
 
-class NoLaunchers:
-    def launch(self, *_: object) -> NoWorkers:
+class NoForkServer:
+    def start_launcher(self, *_: object) -> NoWorkers:
         return NoWorkers()
 
     def prepare(self) -> None: ...
@@ -154,7 +154,7 @@ class Fleet:
         self.nodes = list(self._pool.map(lambda _: self._node(), range(count)))
 
     def _node(self) -> Node:
-        run, fakes = Run(self.store, self.run.name), {"launchers": NoLaunchers(), "sampler": NoTelemetry()}
+        run, fakes = Run(self.store, self.run.name), {"fork_server": NoForkServer(), "sampler": NoTelemetry()}
         return Node(run, "127.0.0.1", 1, {}, clock=lambda: self.now, background=False, **fakes)  # type: ignore[arg-type]
 
     def step(self, seconds: float) -> float:

@@ -307,7 +307,8 @@ def test_kill_ends_forked_orphans_of_a_launcher_that_is_gone(nodes: NodeLauncher
 def test_terminate_sends_sigterm_to_the_launcher(nodes: NodeLaunchers) -> None:
     script = "import signal, sys, time; signal.signal(15, lambda *_: sys.exit(7)); print(flush=True); time.sleep(600)"
     launcher, _ = nodes.launched(script)
-    until(launcher.has_workers)  # the worker may print before the fork server has said what it started
+    # The worker may print before the fork server has said what it started.
+    until(lambda: launcher.poll() is None and launcher._launcher is not None)
     launcher.terminate()
     assert launcher.wait(90) == 7
 
