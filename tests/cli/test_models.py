@@ -365,7 +365,7 @@ def test_attention_maps_are_written_to_the_directory(predict: Packtrain, place: 
 
 
 def test_attention_maps_are_refused_if_the_recipe_has_none(predict: Packtrain) -> None:
-    assert_refused(predict("talk", "hello", "--attention-maps", "maps"), "--attention-maps: only caption has them")
+    assert_refused(predict("talk", "hello", "--attention-maps", "maps"), "--attention-maps: the model draws none")
     assert_refused(
         predict("squares", "cat.jpg", "--attention-maps", "cat.jpg"), "--attention-maps cat.jpg: cannot write"
     )

@@ -312,7 +312,7 @@ def _as_json(row: _Row) -> dict[str, object]:
 def _write_maps(folder: Path, predictions: Sequence[Predicted]) -> list[Path | None]:
     paths: list[Path | None] = []
     if not all(predicted.prediction.draw_map for predicted in predictions):
-        raise Mistake("--attention-maps: only caption has them")
+        raise Mistake("--attention-maps: the model draws none")
     try:
         folder.mkdir(parents=True, exist_ok=True)
         for number, image, prediction in predictions:

@@ -1,8 +1,8 @@
 """Nodes on one host: what it is like before a run starts there, and how its nodes are started, found and ended.
 
-`python -m packtrain.fleet.on_host check|link-probe|start|list|end` is how the ssh fleet, `doctor` and `plan` do this on
-another machine. It reads secrets as a JSON object from the first line of standard input, never from arguments, and
-prints one JSON document. `Host` is the client's side of it.
+`python -m packtrain.fleet.on_host check|link-probe|start|list|end` is how the ssh fleet and `doctor` do this on another
+machine, and `plan` its check. It reads secrets as a JSON object from the first line of standard input, never from
+arguments, and prints one JSON document. `Host` is the client's side of it.
 """
 
 from __future__ import annotations
